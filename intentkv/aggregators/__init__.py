@@ -1,0 +1,1 @@
+"""Aggregators: how captured queries become one score a position. One file each."""

@@ -1,0 +1,62 @@
+"""Decayed energy of the assistant's own queries: a session memory in score space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from intentkv.protocols import Captured, KeyReader
+from intentkv.scoring import key_scores
+from intentkv.sessions import SessionState
+from intentkv.spans import Prompt
+
+_MEMORY = "assistant_energy"
+
+
+@dataclass(frozen=True)
+class DecayedEnergy:
+    """s <- e^-lambda s + sum over heads of mean_i alpha_ij^2, once per assistant turn.
+
+    Averaging queries before the softmax loses what single queries point at; per-position scores keep it and cost one float a token.
+    alpha runs over the compressible history (behind the system prefix), so that attention sinks there do not drown it.
+    Positions behind the newest assistant turn were seen by none of its queries; the observation window at the end of the prompt
+    scores them.
+    """
+
+    decay: float
+
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+        if captured.span.role != "assistant" or captured.positions.numel() == 0:
+            return
+        end = captured.span.end
+        memory = torch.zeros(end, dtype=torch.float32, device=live.device)
+        past = state.memory.get(_MEMORY)
+        if past is not None:
+            n = min(end, past.shape[0])
+            memory[:n] = math.exp(-self.decay) * past[:n]
+        visible = live[(live >= prompt.system_end) & (live < end)]
+        for index, layer in enumerate(keys.layers):
+            memory[visible] += key_scores(
+                captured.queries[index], keys.keys(layer, visible), keys.scaling, "energy", captured.positions, visible
+            )
+        state.memory[_MEMORY] = memory
+        state.scored_length = end
+
+    def score(
+        self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
+    ) -> torch.Tensor:
+        scores = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+        memory = state.memory.get(_MEMORY)
+        seen = history < state.scored_length
+        if memory is not None:
+            scores[seen] = memory[history[seen]]
+        unseen = history[~seen]
+        if unseen.numel():
+            for window in (c for c in captured if c.span.role != "assistant"):
+                for index, layer in enumerate(keys.layers):
+                    alpha = key_scores(window.queries[index], keys.keys(layer, history), keys.scaling, "energy")
+                    scores[~seen] += alpha[~seen]
+        return scores

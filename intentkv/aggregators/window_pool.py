@@ -1,0 +1,32 @@
+"""Max-pooled attention mass of the observation window (SnapKV, arXiv 2404.14469, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from intentkv.protocols import Captured, KeyReader
+from intentkv.scoring import key_scores
+from intentkv.sessions import SessionState
+from intentkv.spans import Prompt
+
+
+@dataclass(frozen=True)
+class WindowPool:
+    """Attention mass of the window's queries, summed over layers and heads, then max-pooled over ``pool`` neighbouring positions."""
+
+    pool: int
+
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+        """Keeps no memory between turns."""
+
+    def score(
+        self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
+    ) -> torch.Tensor:
+        total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+        for window in captured:
+            for index, layer in enumerate(keys.layers):
+                total += key_scores(window.queries[index], keys.keys(layer, history), keys.scaling, "mass")
+        return torch.nn.functional.max_pool1d(total[None, None], self.pool, 1, self.pool // 2)[0, 0]

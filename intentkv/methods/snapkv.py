@@ -1,0 +1,14 @@
+"""SnapKV with one keep-set for all layers and heads."""
+
+from intentkv.aggregators.window_pool import WindowPool
+from intentkv.config import Config
+from intentkv.methods import Method
+from intentkv.queries.window import ObservationWindow
+from intentkv.selection import ForcedKeep
+
+SUMMARY = "pooled attention mass of the prompt's last tokens"
+SOURCE = "SnapKV, arXiv 2404.14469, section 4"
+
+
+def build(config: Config) -> Method:
+    return Method(ObservationWindow(config.window), WindowPool(config.pool), ForcedKeep(sinks=config.sinks, recent=config.recent))

@@ -1,0 +1,104 @@
+"""The six parts a method is composed of, and the two things an engine must lend to them.
+
+All four source systems are one formula: *queries* (which Q) -> *aggregation* -> *budget* -> *selection* -> *trigger* -> *layout*.
+Each part is a small protocol here; a method (``intentkv/methods``) is a preset that names one of each.
+No part knows about SGLang, and no engine code knows a method's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+
+from intentkv.sessions import SessionState
+from intentkv.spans import Prompt, Span
+
+
+class KeyReader(Protocol):
+    """Post-RoPE keys of one request, read by logical position. Only live positions may be asked for."""
+
+    layers: Sequence[int]
+    """Layer ids to score, ascending."""
+    scaling: float
+    """Multiplies q.k to give the attention logit."""
+
+    def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Keys of ``positions`` ([n] int64) in ``layer``: [n, H_kv, D], float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """Queries a method wants from the positions ``[start, end)`` when a forward pass computes them."""
+
+    span: Span
+    form: Literal["mean", "raw"]
+    """``mean``: one averaged query a head. ``raw``: single queries, evenly sampled down to ``limit``."""
+    limit: int = 0
+
+
+@dataclass
+class Captured:
+    """Post-RoPE queries of one span, as far as this server computed them (a cached part has no queries)."""
+
+    span: Span
+    form: Literal["mean", "raw"]
+    positions: torch.Tensor
+    """[n] int64 logical positions the queries belong to; empty for ``mean``."""
+    queries: torch.Tensor
+    """``raw``: [L, n, H_q, D]; ``mean``: [L, H_q, D], float32. L runs over ``KeyReader.layers``."""
+    weight: int = field(default=1)
+    """Tokens behind a mean."""
+
+
+class QuerySource(Protocol):
+    """Which queries to capture."""
+
+    decode: bool
+    """Also capture the assistant's own tokens while they are generated."""
+    decode_limit: int
+    """At most this many queries of one generated turn are kept, evenly spaced."""
+
+    def requests(self, prompt: Prompt) -> list[CaptureRequest]:
+        """The spans of ``prompt`` to capture, in order of position."""
+        ...
+
+
+class Aggregator(Protocol):
+    """How captured queries become one score a position."""
+
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+        """Fold one span's queries into the session's memory. Called in order of position.
+
+        ``live``: [n] int64, ascending live positions below the end of what is computed.
+        """
+        ...
+
+    def score(
+        self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
+    ) -> torch.Tensor:
+        """Scores of ``history`` ([n] int64 live candidate positions): [n] float32, higher is kept longer."""
+        ...
+
+
+class Budget(Protocol):
+    """How many history tokens may stay."""
+
+    def keep_count(self, n_history: int, n_forced: int) -> int:
+        """History tokens to keep, given ``n_history`` logical candidates and ``n_forced`` always-kept tokens."""
+        ...
+
+
+class Trigger(Protocol):
+    """When an eviction happens."""
+
+    def fires(self, n_live: int, n_target: int) -> bool:
+        """Whether ``n_live`` live tokens are far enough over the ``n_target`` that would remain."""
+        ...
+
+
+Layout = Literal["redirect"]
+"""``redirect``: evicted positions point at the dead mark, nothing moves (page size 1)."""

@@ -1,0 +1,1 @@
+"""Query sources: which queries to capture. One file each."""

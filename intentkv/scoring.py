@@ -1,0 +1,84 @@
+"""Attention scores of key positions under a set of queries: the torch references.
+
+Memory is O(heads x keys) per call: queries are taken a few at a time, so no (queries x keys) matrix for a whole span exists.
+Callers go layer by layer; keys are read once a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+
+Reduction = Literal["mass", "energy", "max"]
+
+_QUERY_BLOCK = 16
+"""Queries per block; bounds the logits to H_q x 16 x n_keys floats."""
+
+
+def attention_probabilities(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
+) -> Iterator[torch.Tensor]:
+    """Softmax attention of ``queries`` over ``keys``, a block of queries at a time.
+
+    Args:
+        queries: [n_q, H_q, D] post-RoPE.
+        keys: [n, H_kv, D] post-RoPE; query head h reads KV head h // (H_q // H_kv).
+        query_positions: [n_q] int64; with ``key_positions`` [n] int64, keys after a query are masked (causal).
+
+    Yields:
+        [H_q, block, n] float32 probabilities; a query that sees no key has a row of zeros.
+    """
+    n_queries, q_heads, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.float().reshape(n_queries, kv_heads, q_heads // kv_heads, dim)
+    by_head = keys.float().permute(1, 2, 0)
+    for start in range(0, n_queries, _QUERY_BLOCK):
+        block = grouped[start : start + _QUERY_BLOCK]
+        size = block.shape[0]
+        # [H_kv, group * block, D] @ [H_kv, D, n]: one matrix product per KV head
+        logits = torch.matmul(block.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim), by_head) * scaling
+        logits = logits.view(q_heads, size, -1)
+        if query_positions is not None and key_positions is not None:
+            hidden = key_positions[None, :] > query_positions[start : start + size, None]
+            logits = logits.masked_fill(hidden[None], float("-inf"))
+            yield torch.nan_to_num(torch.softmax(logits, -1), nan=0.0)
+        else:
+            yield torch.softmax(logits, -1)
+
+
+def key_scores(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scaling: float,
+    reduction: Reduction,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One score a key, summed over query heads.
+
+    ``mass``: sum over queries of alpha (IntentKV rule, SnapKV). ``energy``: mean over queries of alpha squared (the square of the RMS
+    attention of online compaction's token eviction). ``max``: largest alpha of any query.
+
+    Returns:
+        [n] float32.
+    """
+    n_queries, q_heads, _ = queries.shape
+    if n_queries == 0 or keys.shape[0] == 0:
+        return torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
+    total = torch.zeros(q_heads, keys.shape[0], dtype=torch.float32, device=keys.device)
+    for alpha in attention_probabilities(queries, keys, scaling, query_positions, key_positions):
+        if reduction == "mass":
+            total += alpha.sum(1)
+        elif reduction == "energy":
+            total += alpha.square().sum(1)
+        else:
+            total = torch.maximum(total, alpha.amax(1))
+    if reduction == "energy":
+        total /= n_queries
+    return total.sum(0)

@@ -1,0 +1,60 @@
+"""Which positions stay: the always-kept set and a deterministic top-k over the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from intentkv.spans import Prompt
+
+
+@dataclass(frozen=True)
+class ForcedKeep:
+    """The always-kept set F = [0, pi) + [q_s, N): system prefix and newest actionable span (IntentKV, section 3), plus options.
+
+    The generation prompt behind the span belongs to it.
+    """
+
+    system: bool = True
+    actionable: bool = True
+    sinks: int = 0
+    recent: int = 0
+    protected: Sequence[tuple[int, int]] = field(default_factory=tuple)
+
+    def mask(self, prompt: Prompt) -> torch.Tensor:
+        """[prompt.length] bool on the CPU, True where a position may not be evicted."""
+        n = prompt.length
+        forced = torch.zeros(n, dtype=torch.bool)
+        if self.system:
+            forced[: prompt.system_end] = True
+        span = prompt.actionable
+        if self.actionable and span is not None:
+            forced[span.start : span.end] = True
+        forced[prompt.generation_start :] = True
+        forced[: self.sinks] = True
+        if self.recent:
+            forced[max(0, n - self.recent) :] = True
+        for start, end in self.protected:
+            forced[start:end] = True
+        return forced
+
+
+def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Mask of the ``count`` best of ``scores`` ([n] float32): [n] bool on the CPU.
+
+    Ties go to the later position: without evidence, recent text is the better bet. Deterministic.
+    """
+    n = scores.shape[0]
+    count = max(0, min(count, n))
+    kept = torch.zeros(n, dtype=torch.bool)
+    # A stable ascending sort leaves the later of two equal scores nearer to the end.
+    order = torch.sort(scores.detach().cpu(), stable=True).indices
+    kept[order[n - count :]] = True
+    return kept
+
+
+def select_dead(scores: torch.Tensor, history: torch.Tensor, count: int) -> torch.Tensor:
+    """Positions of ``history`` ([n] int64, ascending) that do not stay when the ``count`` best-scored do: [m] int64, ascending, CPU."""
+    return history.cpu()[~top_positions(scores, count)]
