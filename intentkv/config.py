@@ -6,6 +6,8 @@ Sources, strongest first: arguments (the ``intentkv serve`` flags), ``INTENTKV_*
 from __future__ import annotations
 
 import json
+import os
+import reprlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +62,7 @@ class Config(BaseSettings):
     """Max-pool width over positions of the window-based methods, odd (SnapKV)."""
     turn_queries: int = Field(default=64, ge=1)
     """Single queries kept of one assistant turn, evenly spaced."""
-    query_rows: int = Field(default=1024, ge=1)
+    query_rows: int = Field(default=2048, ge=1)
     """Rows of the query bank shared by all running requests."""
     max_sessions: int = Field(default=1024, ge=1)
     """Session states kept, least recently used dropped first."""
@@ -124,11 +126,14 @@ class RequestOptions(BaseModel):
         return self
 
 
-def _one_sentence(error: ValidationError, what: str) -> str:
+def _one_sentence(error: ValidationError, what: str, model: type[BaseModel]) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     message = first["msg"].removeprefix("Value error, ")
-    return f"{what}{f' {where!r}' if where else ''}: {message} (got {first['input']!r})."
+    if first["type"] == "extra_forbidden":
+        message = f"no such option; choose from {', '.join(model.model_fields)}"
+    # reprlib: what a user sent may be long
+    return f"{what}{f' {reprlib.repr(where)}' if where else ''}: {message} (got {reprlib.repr(first['input'])})."
 
 
 def load_config(path: Path | None = None, **overrides: Any) -> Config:
@@ -154,7 +159,11 @@ def load_config(path: Path | None = None, **overrides: Any) -> Config:
             raise ConfigError(f"Config file {str(path)!r} must end in .toml or .json.")
         try:
             values = dict(source(Config, path)())
-        except (ValueError, TypeError) as error:
+        except OSError as error:
+            raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from error
+        except TypeError as error:
+            raise ConfigError(f"Config file {str(path)!r} must hold one object of options.") from error
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"Config file {str(path)!r} is malformed: {error}.") from error
     given = {name: value for name, value in overrides.items() if value is not None}
     try:
@@ -162,7 +171,7 @@ def load_config(path: Path | None = None, **overrides: Any) -> Config:
         env = Config().model_fields_set
         return Config(**{k: v for k, v in values.items() if k not in env or k in given} | given)
     except ValidationError as error:
-        raise ConfigError(_one_sentence(error, "Option")) from error
+        raise ConfigError(_one_sentence(error, "Option", Config)) from error
 
 
 def parse_request_options(raw: object) -> RequestOptions:
@@ -174,11 +183,27 @@ def parse_request_options(raw: object) -> RequestOptions:
     if isinstance(raw, str):
         try:
             raw = json.loads(raw)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"custom_params['intentkv'] is not valid JSON: {error}.") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"custom_params['intentkv'] must be a JSON object, got {type(raw).__name__}.")
     try:
         return RequestOptions.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_one_sentence(error, "custom_params['intentkv']")) from error
+        raise ConfigError(_one_sentence(error, "custom_params['intentkv']", RequestOptions)) from error
+
+
+def config_from_environment() -> Config:
+    """The configuration a server process was started with: ``INTENTKV_CONFIG`` as JSON text (complete, from the launcher) or a file's path.
+
+    Raises:
+        ConfigError: unreadable or invalid.
+    """
+    given = os.environ.get("INTENTKV_CONFIG", "")
+    if given.lstrip().startswith("{"):
+        try:
+            options = json.loads(given)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"INTENTKV_CONFIG is not valid JSON: {error}.") from error
+        return load_config(**options)
+    return load_config(Path(given) if given else None)

@@ -57,10 +57,15 @@ class Captured:
 class QuerySource(Protocol):
     """Which queries to capture."""
 
-    decode: bool
-    """Also capture the assistant's own tokens while they are generated."""
-    decode_limit: int
-    """At most this many queries of one generated turn are kept, evenly spaced."""
+    @property
+    def decode(self) -> bool:
+        """Also capture the assistant's own tokens while they are generated."""
+        ...
+
+    @property
+    def decode_limit(self) -> int:
+        """At most this many queries of one generated turn are kept, evenly spaced."""
+        ...
 
     def requests(self, prompt: Prompt) -> list[CaptureRequest]:
         """The spans of ``prompt`` to capture, in order of position."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,13 @@ class SessionState:
     pruned_tokens: int = 0
     logical_tokens: int = 0
     live_tokens: int = 0
+
+    def truncate(self, length: int) -> None:
+        """Forget per-position memory from ``length`` on: other tokens stand there now."""
+        self.scored_length = min(self.scored_length, length)
+        for name, value in self.memory.items():
+            if value.dim() == 1:
+                self.memory[name] = value[:length]
 
     def fork(self, key: str, length: int) -> SessionState:
         """A new session that continues this one's first ``length`` tokens.
@@ -53,7 +61,8 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._states)
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[SessionState]:
+        """The states, least recently used first."""
         return iter(self._states.values())
 
     def get(self, key: str) -> SessionState | None:

@@ -57,6 +57,7 @@ class DecayedEnergy:
         if unseen.numel():
             for window in (c for c in captured if c.span.role != "assistant"):
                 for index, layer in enumerate(keys.layers):
-                    alpha = key_scores(window.queries[index], keys.keys(layer, history), keys.scaling, "energy")
-                    scores[~seen] += alpha[~seen]
+                    key = keys.keys(layer, history)
+                    energy = key_scores(window.queries[index], key, keys.scaling, "energy", window.positions, history)
+                    scores[~seen] += energy[~seen]
         return scores

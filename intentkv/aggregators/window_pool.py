@@ -26,7 +26,10 @@ class WindowPool:
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
         total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+        if not history.numel():
+            return total
         for window in captured:
             for index, layer in enumerate(keys.layers):
-                total += key_scores(window.queries[index], keys.keys(layer, history), keys.scaling, "mass")
+                key = keys.keys(layer, history)
+                total += key_scores(window.queries[index], key, keys.scaling, "mass", window.positions, history)
         return torch.nn.functional.max_pool1d(total[None, None], self.pool, 1, self.pool // 2)[0, 0]

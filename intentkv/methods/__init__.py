@@ -6,6 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def method_names() -> tuple[str, ...]:
     return tuple(sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__)))
 
 
-def _module(name: str):  # type: ignore[no-untyped-def]
+def _module(name: str) -> ModuleType:
     if name not in method_names():
         raise KeyError(f"unknown method {name!r}")
     return import_module(f"{__name__}.{name.replace('-', '_')}")

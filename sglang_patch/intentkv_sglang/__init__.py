@@ -1,0 +1,1 @@
+"""The SGLang plugin: everything that knows SGLang's classes. The only room that imports sglang."""

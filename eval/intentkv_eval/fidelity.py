@@ -1,0 +1,398 @@
+"""What eviction costs in prediction, measured through the server on recorded agents: ``python -m intentkv_eval.fidelity``.
+
+Each trajectory is cut once, behind a tool or user message. For each method and ratio the server prefills the history, evicts, and then reads
+the recorded continuation teacher-forced on what is left. Against the same with nothing evicted this gives the change of the negative
+log-likelihood of the recorded assistant tokens and how often the most likely token stays the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+from typer.core import TyperCommand
+
+from intentkv.cli import OneLineErrors
+from intentkv.config import ConfigError, RequestOptions, parse_request_options
+from intentkv.methods import method_names
+from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body, plugin_figures
+from intentkv_eval.conversation import Conversation, choose_template, encode
+from intentkv_eval.provenance import Provenance, collect
+from intentkv_eval.trajectories import Trajectory, load_dataset
+from intentkv_eval.turns import OK
+
+ROWS_FILE = "rows.jsonl"
+SETTINGS_FILE = "settings.json"
+SUMMARY_FILE = "summary.json"
+FULL = "full"
+_RESAMPLES = 10_000
+
+
+class Settings(BaseModel):
+    """What makes rows of one folder comparable; a folder is continued only under equal settings."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    dataset_sha256: str
+    per_source: int
+    tools: bool
+    window: int = 5200
+    """Only messages that fit these first tokens of a trajectory are used."""
+    least_window: int = 3500
+    """Trajectories whose window is shorter are left out."""
+    least_cut: int = 2500
+    least_future: int = 150
+    """Recorded assistant tokens behind the cut."""
+    future: int = 320
+    """Tokens read behind the cut, at most."""
+
+
+class Case(NamedTuple):
+    """One trajectory, cut: ``ids[:cut]`` is the history, ``ids[cut:]`` is read teacher-forced."""
+
+    trajectory: Trajectory
+    ids: list[int]
+    cut: int
+    scored: list[int]
+    """Offsets behind the cut, from 1, of recorded assistant tokens, their template markers included."""
+
+
+def find_cut(trajectory: Trajectory, conversation: Conversation, settings: Settings) -> Case | None:
+    """The last cut behind a tool or user message that leaves enough assistant text, or None."""
+    spans = [span for span in conversation.spans if span.end <= settings.window]
+    if not spans or spans[-1].end < settings.least_window:
+        return None
+    assistant = 0
+    for number in range(len(spans) - 1, 1, -1):
+        if spans[number].role == "assistant":
+            assistant += len(spans[number])
+        cut = spans[number - 1].end
+        if spans[number - 1].role in ("tool", "user") and assistant >= settings.least_future and cut > settings.least_cut:
+            end = min(cut + settings.future, spans[-1].end)
+            # the token right behind the cut is predicted by the history's last position, which is cached and gives no logits
+            scored = [p - cut for span in spans[number:] if span.role == "assistant" for p in range(max(span.start, cut + 1), min(span.end, end))]
+            return Case(trajectory, conversation.ids[:end], cut, scored)
+    return None
+
+
+class Reading(NamedTuple):
+    """Teacher-forced predictions at ``Case.scored``."""
+
+    nll: float
+    """Mean negative log-likelihood, nats a token."""
+    top: list[int]
+    """Most likely token at each offset."""
+
+
+def align(meta: dict[str, Any], case: Case) -> Reading:
+    """Predictions of the recorded assistant tokens from a reply's input log-probabilities.
+
+    With ``logprob_start_len = cut``, entry k of ``input_token_logprobs`` and ``input_top_logprobs`` is about the token at ``cut + k`` given
+    all tokens before it; entry 0 is null.
+
+    Raises:
+        RequestFailed: the entries are not about the tokens that were sent.
+    """
+    entries, tops = meta["input_token_logprobs"], meta["input_top_logprobs"]
+    future = case.ids[case.cut :]
+    if len(entries) != len(future) or len(tops) != len(future):
+        raise RequestFailed(f"{len(entries)} and {len(tops)} log-probabilities for {len(future)} tokens")
+    for k in case.scored:
+        if entries[k][1] != future[k]:
+            raise RequestFailed(f"log-probability {k} behind the cut is of token {entries[k][1]}, sent was {future[k]}")
+    return Reading(-statistics.fmean(entries[k][0] for k in case.scored), [tops[k][0][1] for k in case.scored])
+
+
+class Row(BaseModel):
+    """One line of ``rows.jsonl``."""
+
+    trajectory: str
+    source: str
+    method: str
+    ratio: float | None
+    """Share of the history kept; None for ``full``."""
+    status: str
+    cut: int
+    scored: int
+    """Recorded assistant tokens that were predicted."""
+    cached: int = 0
+    live: int = 0
+    dead: int = 0
+    """Of the ``cut`` history tokens, as the continuation attended them."""
+    nll: float | None = None
+    dnll: float | None = None
+    top1: float | None = None
+    """Share of scored tokens whose most likely token is that of the full cache."""
+
+
+class Arm(NamedTuple):
+    method: str
+    ratio: float | None
+
+    def options(self) -> RequestOptions:
+        raw: dict[str, object] = {"method": self.method}
+        if self.ratio is not None:
+            raw |= {"budget_ratio": self.ratio, "hysteresis": 0}
+        return parse_request_options(raw)
+
+
+def arms(methods: Iterable[str], ratios: Sequence[float]) -> list[Arm]:
+    """The full cache first, it is the reference; then the methods, interleaved within each ratio.
+
+    Raises:
+        ConfigError: an unknown method or a ratio outside (0, 1].
+    """
+    chosen = [Arm(FULL, None), *(Arm(method, ratio) for ratio in ratios for method in methods if method != FULL)]
+    for arm in chosen:
+        arm.options()
+    return chosen
+
+
+async def measure(client: ServerClient, case: Case, arm: Arm, namespace: str) -> tuple[Row, Reading | None]:
+    """Prefill and evict under ``arm``, then read the continuation; a failure is a row with the reason as its status.
+
+    Args:
+        namespace: prefix of the ``extra_key`` that keeps arms and runs out of each other's prefixes.
+    """
+    row = Row(
+        trajectory=case.trajectory.id, source=case.trajectory.source, method=arm.method, ratio=arm.ratio, status=OK, cut=case.cut, scored=len(case.scored)
+    )
+    key = f"{namespace}/{case.trajectory.id}/{arm.method}/{arm.ratio}"
+    try:
+        await client.generate(generate_body(case.ids[: case.cut], 1, arm.options(), extra_key=key))
+        read = generate_body(
+            case.ids, 1, Arm(FULL, None).options(), extra_key=key, return_logprob=True, logprob_start_len=case.cut, top_logprobs_num=1
+        )
+        meta = (await client.generate(read))["meta_info"]
+        cached = meta["cached_tokens"]
+        live = (plugin_figures(meta) or {}).get("live_cached_tokens", cached)
+        row = row.model_copy(update={"cached": cached, "live": live, "dead": cached - live})
+        if cached != case.cut:
+            raise RequestFailed(f"{cached} of {case.cut} history tokens were cached")
+        if (arm.ratio is not None and arm.ratio < 1) != (row.dead > 0):
+            raise RequestFailed(f"{row.dead} tokens were evicted")
+        reading = align(meta, case)
+    except (RequestFailed, KeyError, TypeError, IndexError) as error:
+        return row.model_copy(update={"status": f"error: {error}"}), None
+    return row.model_copy(update={"nll": reading.nll}), reading
+
+
+async def run_case(client: ServerClient, case: Case, wanted: Sequence[Arm], done: set[Arm], namespace: str) -> list[Row]:
+    """Rows of the arms that are not ``done``. The full cache is read again for a continued trajectory: the others are relative to it."""
+    rows: list[Row] = []
+    reference: Reading | None = None
+    for arm in wanted:
+        if arm in done and arm.method != FULL:
+            continue
+        row, reading = await measure(client, case, arm, namespace)
+        if arm.method == FULL:
+            reference = reading
+        if reading is not None and reference is None:
+            row = row.model_copy(update={"status": "error: the full cache could not be read"})
+        elif reading is not None and reference is not None:
+            same = sum(a == b for a, b in zip(reading.top, reference.top, strict=True))
+            row = row.model_copy(update={"dnll": reading.nll - reference.nll, "top1": same / len(reference.top)})
+        if arm not in done:
+            rows.append(row)
+    return rows
+
+
+class Interval(BaseModel):
+    mean: float
+    low: float
+    high: float
+    """Ends of the 95 % bootstrap interval of the mean over trajectories."""
+
+
+class ArmSummary(BaseModel):
+    method: str
+    ratio: float | None
+    n: int
+    failed: int
+    dnll: Interval | None
+    top1: Interval | None
+    live: float
+    dead: float
+
+
+class Summary(BaseModel):
+    """``summary.json``."""
+
+    provenance: Provenance
+    settings: Settings
+    seed: int
+    """Of the bootstrap."""
+    broken_lines: list[str]
+    arms: list[ArmSummary]
+
+
+def bootstrap(values: Sequence[float], seed: int) -> Interval | None:
+    """Mean of ``values`` with its 95 % percentile-bootstrap interval; None without values."""
+    if not values:
+        return None
+    draw = random.Random(seed)
+    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
+    return Interval(mean=statistics.fmean(values), low=means[int(0.025 * _RESAMPLES)], high=means[int(0.975 * _RESAMPLES) - 1])
+
+
+def summarise(rows: Sequence[Row], wanted: Sequence[Arm], seed: int) -> list[ArmSummary]:
+    """One summary an arm; failed rows are counted and have no part in the means."""
+    summaries = []
+    for arm in wanted:
+        mine = [row for row in rows if (row.method, row.ratio) == arm]
+        ok = [row for row in mine if row.status == OK]
+        summaries.append(
+            ArmSummary(
+                method=arm.method,
+                ratio=arm.ratio,
+                n=len(ok),
+                failed=len(mine) - len(ok),
+                dnll=bootstrap([row.dnll for row in ok if row.dnll is not None], seed),
+                top1=bootstrap([row.top1 for row in ok if row.top1 is not None], seed),
+                live=statistics.fmean(row.live for row in ok) if ok else 0.0,
+                dead=statistics.fmean(row.dead for row in ok) if ok else 0.0,
+            )
+        )
+    return summaries
+
+
+def _table(summaries: Sequence[ArmSummary]) -> Table:
+    table = Table("method", "kept", "n", "failed", "ΔNLL [95 %]", "top-1 [95 %]", "live", "dead")
+    for arm in sorted(summaries, key=lambda s: (-(s.ratio or 1), s.dnll.mean if s.dnll else float("inf"))):
+        kept = "all" if arm.ratio is None else f"{arm.ratio:.0%}"
+        table.add_row(
+            arm.method, kept, str(arm.n), str(arm.failed), _shown(arm.dnll, "+.3f"), _shown(arm.top1, ".3f"), f"{arm.live:.0f}", f"{arm.dead:.0f}"
+        )
+    return table
+
+
+def _shown(interval: Interval | None, form: str) -> str:
+    return "–" if interval is None else f"{interval.mean:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def _continue(out: Path, settings: Settings) -> list[Row]:
+    """Finished rows of an earlier, interrupted run into ``out``; failed ones are dropped, to be tried again.
+
+    Raises:
+        ConfigError: ``out`` holds rows of other settings or another version.
+    """
+    rows_file, settings_file = out / ROWS_FILE, out / SETTINGS_FILE
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    if rows_file.exists():
+        try:
+            earlier = Settings.model_validate_json(settings_file.read_text())
+            rows = [Row.model_validate_json(line) for line in rows_file.read_text().splitlines()]
+        except (OSError, ValidationError) as error:
+            raise ConfigError(f"Folder {str(out)!r} cannot be continued, its files are damaged or of another version; give another --out.") from error
+        if earlier != settings:
+            raise ConfigError(f"Folder {str(out)!r} holds rows of another model, data set or selection; give another --out.")
+    rows = [row for row in rows if row.status == OK]
+    settings_file.write_text(settings.model_dump_json(indent=2) + "\n")
+    rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows))
+    return rows
+
+
+async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], settings: Settings, template: str | None) -> list[Case]:
+    """At most ``settings.per_source`` usable trajectories a source, in the order given.
+
+    Raises:
+        ConfigError: none is long enough, or no chat template fits.
+    """
+    chosen = await choose_template(template, client.tokenize)
+    found: Counter[str] = Counter()
+    cases = []
+    for trajectory in tqdm(trajectories, desc="choosing", unit="trajectory"):
+        if found[trajectory.source] >= settings.per_source:
+            continue
+        kept = trajectory if settings.tools else trajectory.model_copy(update={"tools": ()})
+        case = find_cut(kept, await encode(kept, chosen, client.tokenize), settings)
+        if case is not None:
+            found[trajectory.source] += 1
+            cases.append(case)
+    if not cases:
+        raise ConfigError(f"No trajectory has {settings.least_window} tokens and a cut with {settings.least_future} assistant tokens behind it.")
+    return cases
+
+
+async def run(
+    url: str, files: Sequence[Path], out: Path, wanted: Sequence[Arm], per_source: int, tools: bool, template: str | None, seed: int, timeout_s: float
+) -> Summary:
+    """Measure what is missing in ``out`` and summarise all of it.
+
+    Raises:
+        ConfigError: unreadable input, unusable ``out``, or no server.
+    """
+    dataset = load_dataset(files)
+    async with connect(url, timeout_s) as client:
+        try:
+            provenance = await collect(client)
+            settings = Settings(
+                model=str(provenance.server.get("model_path", "unknown")), dataset_sha256=dataset.sha256, per_source=per_source, tools=tools
+            )
+            rows = _continue(out, settings)
+            cases = await find_cases(client, dataset.trajectories, settings, template)
+        except RequestFailed as error:
+            raise ConfigError(f"The server at {url} cannot be measured: {error}.") from error
+        done = {(row.trajectory, row.method, row.ratio) for row in rows}
+        namespace = uuid.uuid4().hex
+        with (out / ROWS_FILE).open("a") as file:
+            for case in tqdm(cases, desc="measuring", unit="trajectory"):
+                mine = {Arm(method, ratio) for trajectory, method, ratio in done if trajectory == case.trajectory.id}
+                if mine.issuperset(wanted):
+                    continue
+                for row in await run_case(client, case, wanted, mine, namespace):
+                    rows.append(row)
+                    file.write(row.model_dump_json() + "\n")
+                    file.flush()
+    summary = Summary(
+        provenance=provenance, settings=settings, seed=seed, broken_lines=dataset.broken, arms=summarise(rows, wanted, seed)
+    )
+    (out / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2) + "\n")
+    return summary
+
+
+class _Command(OneLineErrors, TyperCommand):
+    pass
+
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command(cls=_Command)
+def main(
+    files: Annotated[list[Path], typer.Option("--input", help="Recorded agents, JSONL; may be given again.")],
+    out: Annotated[Path, typer.Option(help="Folder for rows.jsonl and summary.json; an interrupted run is continued.")],
+    url: Annotated[str, typer.Option(help="The running server, with the plugin.")] = "http://127.0.0.1:30000",
+    methods: Annotated[list[str] | None, typer.Option("--method", help="Method to measure; may be given again. Default: all.")] = None,
+    ratios: Annotated[list[float], typer.Option("--ratio", help="Share of the history to keep; may be given again.")] = [0.1, 0.25],  # noqa: B006
+    per_source: Annotated[int, typer.Option(min=1, help="Trajectories a source.")] = 2,
+    tools: Annotated[bool, typer.Option("--tools/--no-tools", help="List the tools in the system message, which is always kept.")] = False,
+    template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take.")] = 600,
+) -> int:
+    """Measure what each method costs in prediction at each kept share of the history, against the full cache.
+
+    Exit status 1 when a measurement failed.
+    """
+    wanted = arms(methods or method_names(), ratios)
+    summary = asyncio.run(run(url, files, out, wanted, per_source, tools, template, seed, timeout))
+    Console().print(_table(summary.arms))
+    return 1 if any(arm.failed for arm in summary.arms) else 0
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,191 @@
+"""The ``intentkv`` command. Each subcommand loads the package that implements it only when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from intentkv import __version__
+from intentkv.config import ConfigError, load_config
+from intentkv.methods import method_info, method_names
+
+# Newer typer carries its own copy of click: the class both export is the way to the base of all usage errors.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
+
+
+class OneLineErrors:
+    """Mixed into a typer command or group: the one place where a user's mistake becomes one line on stderr and exit status 2.
+
+    A command may return its exit status.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        kwargs["standalone_mode"] = False
+        try:
+            status = super().main(*args, **kwargs)  # type: ignore[misc]
+        except ConfigError as error:
+            status = _fail(str(error))
+        except _UsageError as error:
+            command = error.ctx.command_path if error.ctx else "intentkv"
+            status = _fail(f"{error.format_message().rstrip('.')} (see '{command} --help').")
+        except typer.Abort:
+            status = 1
+        sys.exit(status or 0)
+
+
+class _Commands(OneLineErrors, TyperGroup):
+    pass
+
+
+def _fail(message: str) -> int:
+    typer.echo(f"Error: {' '.join(message.split())}", err=True)
+    return 2
+
+
+_SERVER = "install SGLang and run: pip install 'intentkv[server]'"
+_EVAL = "run: pip install 'intentkv[eval]'"
+
+
+@contextmanager
+def _room(module: str, remedy: str) -> Iterator[Any]:
+    """The module that implements a command.
+
+    Raises:
+        ConfigError: a package it needs is not installed, found when it is imported or when it is used.
+    """
+    try:
+        yield import_module(module)
+    except ModuleNotFoundError as error:
+        name = error.name or ""
+        if name.startswith("intentkv") and "." in name:  # a module of ours that does not exist is our fault, not the installation's
+            raise
+        raise ConfigError(f"This command needs {name!r}, which is not installed; {remedy}.") from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Evict the KV cache of multi-turn agents on SGLang while the prefix cache keeps hitting.",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"intentkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command(context_settings=_PASS_ON)
+def serve(
+    context: typer.Context,
+    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id (SGLang's --model-path).")] = None,
+    method: Annotated[str | None, typer.Option(help="Which tokens stay; `intentkv methods` lists them.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Tokens a request keeps resident.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML or JSON file with these and all other options.")] = None,
+    stock: Annotated[bool, typer.Option("--stock/--no-stock", help="The same server without the plugin, to compare with.")] = False,
+) -> int:
+    """Start an SGLang server that evicts KV tokens and keeps prefix hits.
+
+    Every other flag goes to SGLang as it is, for example: intentkv serve --model DIR --budget 8192 --port 30000 --tp-size 2
+    """
+    settings = load_config(config, method=method, budget=budget)
+    with _room("intentkv_sglang.launcher", _SERVER) as launcher:
+        status: int = launcher.serve(model, settings, stock, list(context.args))
+    return status
+
+
+@app.command(context_settings=_PASS_ON)
+def doctor(context: typer.Context) -> int:
+    """Check that this machine can serve: versions, hooks, device, guards. Takes the SGLang flags you mean to serve with."""
+    with _room("intentkv_sglang.doctor", _SERVER) as room:
+        status: int = room.run(list(context.args))
+    return status
+
+
+@app.command()
+def methods() -> None:
+    """List the methods, what each keeps and where it comes from."""
+    width = max(map(len, method_names()))
+    for name in method_names():
+        info = method_info(name)
+        typer.echo(f"{name:<{width}}  {info.summary} [{info.source}]")
+
+
+@app.command()
+def replay(
+    files: Annotated[list[Path], typer.Option("--input", help="Recorded agents, JSONL, one trajectory a line; may be given again.")],
+    out: Annotated[Path, typer.Option(help="Folder for turns.jsonl and summary.json.")],
+    url: Annotated[str, typer.Option(help="The running server.")] = "http://127.0.0.1:30000",
+    arm: Annotated[str | None, typer.Option(help="Name of this run in reports; default: the server's method and budget.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many trajectories.")] = None,
+    max_context: Annotated[int, typer.Option(min=1, help="Cut a trajectory before it grows past this many tokens.")] = 8000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most this many generated tokens a turn.")] = 512,
+    concurrency: Annotated[int, typer.Option(min=1, help="Trajectories replayed at a time.")] = 1,
+    session_ids: Annotated[bool, typer.Option("--session-ids/--no-session-ids", help="Send each trajectory's id as session_id.")] = True,
+    method: Annotated[str | None, typer.Option(help="Method of every request, instead of the server's.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Budget of every request, in tokens.")] = None,
+    budget_ratio: Annotated[float | None, typer.Option(help="Share of the history to keep, instead of a budget.")] = None,
+    hysteresis: Annotated[int | None, typer.Option(help="Tokens over the target before an eviction.")] = None,
+    flush: Annotated[bool, typer.Option("--flush/--no-flush", help="Empty the server's prefix cache first.")] = True,
+    template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a turn may take.")] = 600,
+) -> int:
+    """Replay recorded agents against a running server, closed loop, and measure hits, live tokens and latency.
+
+    The next turn's prompt is the server's own output and the recorded tool result, so prefix hits are real.
+    Exit status 1 when a turn failed; failed turns are recorded and counted.
+    """
+    with _room("intentkv_eval.replay", _EVAL) as room:
+        status: int = room.run(
+            room.ReplayOptions(
+                url=url,
+                files=files,
+                out=out,
+                arm=arm,
+                limit=limit,
+                max_context=max_context,
+                max_tokens=max_tokens,
+                concurrency=concurrency,
+                session_ids=session_ids,
+                flush=flush,
+                request=room.request_options(method=method, budget=budget, budget_ratio=budget_ratio, hysteresis=hysteresis),
+                template=template,
+                timeout_s=timeout,
+            )
+        )
+    return status
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay` wrote.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write; works offline.")] = Path("report.html"),
+) -> None:
+    """Draw runs side by side: prefix-hit rate, live and logical tokens over turns, one summary row each."""
+    with _room("intentkv_eval.report", _EVAL) as room:
+        room.write_report(runs, out)
+    typer.echo(f"Report written to {out}.")
+
+
+def main() -> None:
+    """Entry point of the ``intentkv`` console script."""
+    app(prog_name="intentkv")

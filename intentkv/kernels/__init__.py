@@ -1,0 +1,1 @@
+"""Kernel-like functions on slot maps, each with its torch reference."""

@@ -1,0 +1,144 @@
+"""Capture of post-RoPE queries while attention runs, in extend and in decode.
+
+Single queries go into a *bank*: one static tensor per server, rows leased to requests, written by index. Writing by index into static
+storage is what a recorded CUDA graph can replay too: only the row numbers change between steps, and lanes that capture nothing write to
+the trash row. Means are summed in float32 beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from intentkv.protocols import Captured
+from intentkv.spans import Span
+
+
+class QueryBank:
+    """``rows`` query rows shared by all running requests, and one trash row behind them.
+
+    Storage is [L, rows + 1, H_q, D] in the model's dtype. A row is leased to at most one owner.
+    """
+
+    def __init__(self, layers: range, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.layers = layers
+        self.trash = rows
+        self.storage = torch.zeros(len(layers), rows + 1, heads, dim, dtype=dtype, device=device)
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def available(self) -> int:
+        return len(self._free)
+
+    def lease(self) -> int | None:
+        """A free row, or None when all are taken."""
+        return self._free.pop() if self._free else None
+
+    def release(self, rows: list[int]) -> None:
+        self._free.extend(rows)
+
+    def write(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
+        """Store ``queries`` ([n, H_q, D]) of ``layer`` in ``rows`` ([n] int64)."""
+        self.storage[layer - self.layers.start].index_copy_(0, rows, queries.to(self.storage.dtype))
+
+    def read(self, rows: list[int]) -> torch.Tensor:
+        """[L, n, H_q, D] float32."""
+        return self.storage[:, rows].float()
+
+
+@dataclass
+class RowLease:
+    """Rows that hold single queries of one span, evenly spaced whatever the span's final length.
+
+    Every ``stride``-th token of the span is kept. When ``limit`` rows are full every other one is given back and the stride doubles, so
+    a turn of unknown length stays evenly sampled within bounded memory.
+    """
+
+    bank: QueryBank
+    limit: int
+    stride: int = 1
+    positions: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    _seen: int = 0
+
+    def offer(self, position: int) -> int | None:
+        """The row for the query at logical ``position``, or None when it is not sampled (or the bank is full)."""
+        index, self._seen = self._seen, self._seen + 1
+        if index % self.stride:
+            return None
+        if len(self.rows) == self.limit:
+            self.bank.release(self.rows[1::2])
+            self.rows, self.positions = self.rows[::2], self.positions[::2]
+            self.stride *= 2
+            if index % self.stride:
+                return None
+        row = self.bank.lease()
+        if row is not None:
+            self.rows.append(row)
+            self.positions.append(position)
+        return row
+
+    def captured(self, span: Span) -> Captured:
+        """The queries at positions inside ``span``."""
+        inside = [i for i, p in enumerate(self.positions) if span.start <= p < span.end]
+        return Captured(
+            span=span,
+            form="raw",
+            positions=torch.tensor([self.positions[i] for i in inside], dtype=torch.int64, device=self.bank.storage.device),
+            queries=self.bank.read([self.rows[i] for i in inside]),
+        )
+
+    def close(self) -> None:
+        """Give all rows back."""
+        self.bank.release(self.rows)
+        self.rows, self.positions = [], []
+
+
+class MeanSum:
+    """Running sum of one span's queries: [L, H_q, D] float32."""
+
+    def __init__(self, bank: QueryBank) -> None:
+        shape = bank.storage.shape
+        self._start = bank.layers.start
+        self._total = torch.zeros(shape[0], shape[2], shape[3], dtype=torch.float32, device=bank.storage.device)
+        self.count = 0
+
+    def add(self, layer: int, queries: torch.Tensor) -> None:
+        self._total[layer - self._start] += queries.float().sum(0)
+
+    def captured(self, span: Span) -> Captured:
+        empty = torch.empty(0, dtype=torch.int64, device=self._total.device)
+        return Captured(span=span, form="mean", positions=empty, queries=self._total / max(1, self.count), weight=self.count)
+
+
+@dataclass
+class CapturePlan:
+    """What one forward pass captures. Built once a pass, used by every layer."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Token indices of the pass whose query goes to the row of the same place in ``rows``."""
+    rows: list[int] = field(default_factory=list)
+    means: list[tuple[MeanSum, int, int]] = field(default_factory=list)
+    """(sum, first token index, end token index) of the pass."""
+
+    def __bool__(self) -> bool:
+        return bool(self.tokens or self.means)
+
+
+class QueryTap:
+    """Applies a plan to the queries of each layer."""
+
+    def __init__(self, bank: QueryBank, plan: CapturePlan) -> None:
+        device = bank.storage.device
+        self._bank = bank
+        self._means = plan.means
+        self._tokens = torch.tensor(plan.tokens, dtype=torch.int64, device=device)
+        self._rows = torch.tensor(plan.rows, dtype=torch.int64, device=device)
+
+    def write(self, layer: int, queries: torch.Tensor) -> None:
+        """Capture from ``queries`` ([tokens of the pass, H_q, D], post-RoPE) of ``layer``."""
+        if self._rows.numel():
+            self._bank.write(layer, self._rows, queries[self._tokens])
+        for total, start, end in self._means:
+            total.add(layer, queries[start:end])

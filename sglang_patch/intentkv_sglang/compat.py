@@ -1,0 +1,131 @@
+"""Every private name of SGLang that the plugin relies on, and the checks that they are what we expect.
+
+Supported: 0.5.17. Other versions are refused unless ``INTENTKV_ALLOW_UNTESTED_SGLANG=1``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+TESTED_VERSIONS = ("0.5.17",)
+BACKEND_NAME = "intentkv"
+"""Value of ``--radix-cache-backend`` that selects the plugin."""
+
+# Hook targets, one place. Each must be patched before the cache is built (see guards.check_hooks).
+HOOK_POOL_INIT = "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.__init__"
+HOOK_BATCH_INIT = "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new"
+HOOK_SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+HOOK_BATCH_RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+HOOK_CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
+HOOK_VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+HOOK_HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
+SCHEDULER_HOOKS = (HOOK_POOL_INIT, HOOK_BATCH_INIT, HOOK_SCHEDULER_INIT, HOOK_BATCH_RESULT, HOOK_CONTROL)
+
+# (dotted function, parameters we pass or rely on)
+_SIGNATURES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (HOOK_BATCH_INIT, ("batch", "model_runner")),
+    (HOOK_BATCH_RESULT, ("batch", "result")),
+    (HOOK_CONTROL, ("recv_req",)),
+    (HOOK_VALIDATE_REQUEST, ("obj", "input_ids")),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", ("req", "is_insert", "kv_len_to_handle")),
+    ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_unfinished_req", ("req", "chunked")),
+    (
+        "sglang.srt.mem_cache.unified_cache.components.full_component.FullComponent.evict_component",
+        ("node", "device_frees", "host_frees", "target"),
+    ),
+    (
+        "sglang.srt.mem_cache.unified_cache.components.full_component.FullComponent.acquire_component_lock",
+        ("node", "result", "lock_host"),
+    ),
+    (
+        "sglang.srt.mem_cache.unified_cache.components.full_component.FullComponent.release_component_lock",
+        ("node", "params", "lock_host"),
+    ),
+    (
+        "sglang.srt.mem_cache.unified_cache.components.full_component.FullComponent.redistribute_on_node_split",
+        ("new_parent", "child"),
+    ),
+)
+
+
+def sglang_version() -> str:
+    return version("sglang")
+
+
+def version_problem() -> str | None:
+    """One sentence when the installed SGLang is not one we tested, else None."""
+    found = sglang_version()
+    if found in TESTED_VERSIONS or os.environ.get("INTENTKV_ALLOW_UNTESTED_SGLANG") == "1":
+        return None
+    return (
+        f"SGLang {found} is not supported; install sglang=={TESTED_VERSIONS[-1]} or set INTENTKV_ALLOW_UNTESTED_SGLANG=1 to try it anyway."
+    )
+
+
+def signature_problems() -> list[str]:
+    """One sentence for each private function whose parameters are not the ones we rely on."""
+    import pkgutil
+
+    problems = []
+    for target, wanted in _SIGNATURES:
+        try:
+            function = pkgutil.resolve_name(target)
+        except (AttributeError, ImportError):
+            problems.append(f"SGLang has no {target}; install sglang=={TESTED_VERSIONS[-1]}.")
+            continue
+        missing = [name for name in wanted if name not in inspect.signature(inspect.unwrap(function)).parameters]
+        if missing:
+            problems.append(f"SGLang's {target} has no parameter {', '.join(missing)}; install sglang=={TESTED_VERSIONS[-1]}.")
+    return problems
+
+
+def unpatched_hooks() -> list[str]:
+    """Scheduler-side hook targets that SGLang did not apply (it only logs a hook that fails)."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [target for target in SCHEDULER_HOOKS if target not in HookRegistry._patched]
+
+
+def plugin_selected() -> bool:
+    """Whether the server of this process was started with ``--radix-cache-backend intentkv``."""
+    from sglang.srt.runtime_context import get_context
+
+    server_args = get_context().server_args
+    return server_args is not None and server_args.radix_cache_backend == BACKEND_NAME
+
+
+def is_health_check(rid: str) -> bool:
+    from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
+
+    return rid.startswith(HEALTH_CHECK_RID_PREFIX)
+
+
+def request_token_ids(req: Any) -> list[int]:
+    """All token ids a request wants computed: its prompt and, after a retraction, what it had generated."""
+    return list(req.origin_input_ids) + list(req.output_ids)
+
+
+def attention_shape(model: torch.nn.Module) -> tuple[int, int, float, float]:
+    """(query heads, head dim, scaling, logit cap) of the model's attention layers on this rank.
+
+    Raises:
+        ValueError: no attention layer, or layers that differ.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    shapes = {
+        (m.tp_q_head_num, m.qk_head_dim, float(m.scaling), float(m.logit_cap)) for m in model.modules() if isinstance(m, RadixAttention)
+    }
+    if len(shapes) != 1:
+        raise ValueError(f"IntentKV needs a model whose attention layers are all alike, found {len(shapes)} kinds.")
+    return shapes.pop()
+
+
+def kv_layers(kv_pool: Any) -> range:
+    """Layer ids that ``kv_pool`` holds on this rank."""
+    return range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)

@@ -1,0 +1,3 @@
+"""Name of the plain-CPU platform, importable without SGLang."""
+
+NAME = "intentkv_cpu"

@@ -1,0 +1,102 @@
+"""Start-up guards: what is not supported is refused with one sentence that says what to change. Nothing is skipped silently."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from intentkv_sglang import compat
+from intentkv_sglang.live_view import BACKENDS
+
+
+class GuardError(RuntimeError):
+    """The server cannot run with the plugin; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Guard:
+    """``fires(server_args)`` is true when a setting is not supported; ``change`` says what to do."""
+
+    name: str
+    fires: Callable[[Any], bool]
+    change: str
+
+
+def _on(name: str, default: Any = None) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, default))
+
+
+def _above_one(name: str) -> Callable[[Any], bool]:
+    return lambda args: (getattr(args, name, 1) or 1) > 1
+
+
+def _wrong_backend(args: Any) -> bool:
+    names = {args.attention_backend, args.prefill_attention_backend, args.decode_attention_backend} - {None}
+    return bool(names - set(BACKENDS))
+
+
+_SERVER_GUARDS: tuple[Guard, ...] = (
+    Guard("page size", _above_one("page_size"), "start with --page-size 1."),
+    Guard("radix cache off", _on("disable_radix_cache"), "remove --disable-radix-cache."),
+    Guard("hierarchical cache", _on("enable_hierarchical_cache"), "remove --enable-hierarchical-cache."),
+    Guard("hierarchical sparse attention", _on("enable_hisparse"), "remove --enable-hisparse."),
+    Guard("LMCache", _on("enable_lmcache"), "remove --enable-lmcache."),
+    Guard("FlexKV", _on("enable_flexkv"), "remove --enable-flexkv."),
+    Guard("unified memory pool", _on("enable_unified_memory"), "remove --enable-unified-memory."),
+    Guard("PD disaggregation", lambda a: a.disaggregation_mode not in (None, "null"), "remove --disaggregation-mode."),
+    Guard("speculative decoding", _on("speculative_algorithm"), "remove --speculative-algorithm."),
+    Guard("streaming sessions", _on("enable_streaming_session"), "remove --enable-streaming-session."),
+    Guard("session radix cache", _on("enable_session_radix_cache"), "remove --enable-session-radix-cache."),
+    Guard("stripped thinking cache", _on("strip_thinking_cache"), "remove --strip-thinking-cache."),
+    Guard("pipeline parallelism", _above_one("pp_size"), "start with --pp-size 1."),
+    Guard("decode context parallelism", _above_one("dcp_size"), "start with --dcp-size 1."),
+    Guard("attention context parallelism", _above_one("attn_cp_size"), "start with --attn-cp-size 1."),
+    Guard("data-parallel attention", _on("enable_dp_attention"), "remove --enable-dp-attention."),
+    Guard("two-batch overlap", _on("enable_two_batch_overlap"), "remove --enable-two-batch-overlap."),
+    Guard("PD multiplexing", _on("enable_pdmux"), "remove --enable-pdmux."),
+    Guard("diffusion LLM", _on("dllm_algorithm"), "remove --dllm-algorithm."),
+    Guard("attention backend", _wrong_backend, f"start with --attention-backend {' or '.join(BACKENDS)}."),
+)
+
+
+def server_problems(server_args: Any) -> list[str]:
+    """One sentence for every guard that ``server_args`` (SGLang's ServerArgs) trips."""
+    return [f"IntentKV does not support {g.name}: {g.change}" for g in _SERVER_GUARDS if g.fires(server_args)]
+
+
+def environment_problems() -> list[str]:
+    """One sentence for every installed version, private signature or variable that is not supported."""
+    problems = [p for p in [compat.version_problem()] if p]
+    problems += compat.signature_problems()
+    if os.environ.get("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "").lower() in ("1", "true"):
+        problems.append("IntentKV does not support the C++ radix tree: unset SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.")
+    if os.environ.get("SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND", "python") != "python":
+        problems.append("IntentKV needs the Python tree core: unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.")
+    return problems
+
+
+def hook_problems() -> list[str]:
+    """One sentence for every hook SGLang did not apply."""
+    return [f"SGLang did not apply the hook on {t}: see its log for the cause, or reinstall intentkv." for t in compat.unpatched_hooks()]
+
+
+def context_problems(ctx: Any) -> list[str]:
+    """One sentence for every unsupported kind of model or cache in SGLang's TreeCacheBuildContext."""
+    problems = []
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa:
+        problems.append("IntentKV supports plain attention only: serve a model without sliding-window, state-space or sparse layers.")
+    if getattr(ctx.model_config, "is_encoder_decoder", False):
+        problems.append("IntentKV does not support encoder-decoder models: serve a decoder-only model.")
+    if str(getattr(ctx.model_config, "attention_arch", "")).endswith("MLA"):
+        problems.append("IntentKV does not support MLA attention: serve an MHA or GQA model.")
+    return problems
+
+
+def require(problems: list[str]) -> None:
+    """Raises:
+    GuardError: naming the first problem, when there is one.
+    """
+    if problems:
+        raise GuardError(problems[0])

@@ -1,0 +1,48 @@
+"""The HTTP side, in the main process: validation of per-request options and the control route.
+
+Control routes are ordinary routes of the server's own application, so its API-key rules hold for them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from intentkv.config import parse_request_options
+from intentkv_sglang.compat import BACKEND_NAME
+from intentkv_sglang.status import STATUS_COMMAND
+
+
+def validate_request(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Validate ``custom_params["intentkv"]`` before the request leaves the main process.
+
+    Valid options travel on as JSON text: SGLang's wire type holds no nested lists.
+
+    Raises:
+        ConfigError: a ValueError, which SGLang answers with a 400 for this request.
+    """
+    params = obj.sampling_params.get("custom_params") if isinstance(getattr(obj, "sampling_params", None), dict) else None
+    if not isinstance(params, dict) or params.get(BACKEND_NAME) is None:
+        return
+    options = parse_request_options(params[BACKEND_NAME])
+    text = json.dumps(options.model_dump(exclude_none=True, exclude_defaults=True))
+    obj.sampling_params["custom_params"] = {**params, BACKEND_NAME: text}
+
+
+def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Add ``GET /intentkv/status`` to SGLang's application when the plugin is selected."""
+    if server_args.radix_cache_backend != BACKEND_NAME:
+        return
+    from fastapi import HTTPException
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.managers.io_struct import DumperControlReqInput
+
+    @app.get("/intentkv/status")
+    async def intentkv_status(session: str | None = None) -> dict[str, Any]:
+        """Method, pool in live units, counters and sessions; with ``session``, that session's dead spans."""
+        command = DumperControlReqInput(method=STATUS_COMMAND, body={"session": session})
+        replies = await tokenizer_manager.dumper_control(command)
+        if not replies[0].success:
+            raise HTTPException(500, replies[0].error)
+        answer: dict[str, Any] = replies[0].response[0]
+        return answer

@@ -1,0 +1,381 @@
+"""The plugin at work in one scheduler process: from a request's first pass to its last.
+
+Per forward pass: tell attention which lanes are pruned and which queries to keep. After each batch result: fold captured queries into the
+session, score, select, prune. Method-agnostic: everything a method decides comes from its parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from intentkv.budgets import FixedTokens, HistoryRatio
+from intentkv.config import Config, RequestOptions, parse_request_options
+from intentkv.methods import Method, build_method
+from intentkv.protocols import Budget, Captured, Trigger
+from intentkv.selection import select_dead
+from intentkv.sessions import SessionState, SessionStore
+from intentkv.spans import Prompt, PromptParser, Span
+from intentkv.triggers import OverTarget
+from intentkv_sglang import compat
+from intentkv_sglang.capture import CapturePlan, MeanSum, QueryBank, QueryTap, RowLease
+from intentkv_sglang.figures import Figures
+from intentkv_sglang.identity import SessionResolver
+from intentkv_sglang.keys import PoolKeyReader
+from intentkv_sglang.live_view import LanePass
+from intentkv_sglang.radix_cache import CacheEvent, IntentKVRadixCache
+from intentkv_sglang.ranks import RankGroup
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Totals since start. Tokens unless named otherwise."""
+
+    prune_events: int = 0
+    pruned_tokens: int = 0
+    freed_slots: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    live_cached_tokens: int = 0
+    prune_seconds: float = 0.0
+    declined: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class RunningRequest:
+    """What the plugin holds for one request between its first pass and its end."""
+
+    req: Any
+    method: Method
+    budget: Budget
+    trigger: Trigger
+    prompt: Prompt
+    state: SessionState
+    figures: Figures
+    means: list[tuple[Span, MeanSum]] = field(default_factory=list)
+    windows: list[tuple[Span, RowLease, frozenset[int]]] = field(default_factory=list)
+    """(span, lease, sampled positions) of single queries wanted from the prompt."""
+    turn: RowLease | None = None
+    """Queries of the turn being generated."""
+    prefilled: bool = False
+
+    def captured(self) -> list[Captured]:
+        """Queries of the prompt's spans, in order of position."""
+        found = [total.captured(span) for span, total in self.means if total.count]
+        found += [lease.captured(span) for span, lease, _ in self.windows if lease.rows]
+        return sorted(found, key=lambda c: (c.span.end, c.span.start))
+
+    def release_prompt_rows(self) -> None:
+        for _, lease, _ in self.windows:
+            lease.close()
+        self.windows, self.means = [], []
+
+    def release(self) -> None:
+        self.release_prompt_rows()
+        if self.turn is not None:
+            self.turn.close()
+
+
+def _sampled(start: int, end: int, limit: int) -> frozenset[int]:
+    """At most ``limit`` evenly spaced positions of ``[start, end)``, the last one among them."""
+    stride = -(-(end - start) // limit)
+    return frozenset(range(end - 1, start - 1, -stride))
+
+
+class Runtime:
+    """One per scheduler process, made by the radix factory and completed by :meth:`bind` when the scheduler is ready."""
+
+    def __init__(self, config: Config, cache: IntentKVRadixCache) -> None:
+        self.config = config
+        self.cache = cache
+        self.counters = Counters()
+        self.sessions = SessionStore(config.max_sessions)
+        self._resolver = SessionResolver(cache, self.sessions)
+        self._running: dict[str, RunningRequest] = {}
+        self._events: list[CacheEvent] = []
+        self.prune_durations: list[float] = []
+        """Seconds of the events since the exporter last looked."""
+        cache.on_event = self._note
+        cache.on_reset = self._forget
+
+    def bind(self, scheduler: Any) -> None:
+        """Attach to the scheduler's model, pools and tokenizer; called once, before the first request."""
+        runner = scheduler.tp_worker.model_runner
+        heads, dim, self._scaling, cap = compat.attention_shape(runner.model)
+        if cap:
+            raise ValueError("IntentKV does not support models with attention logit capping.")
+        self._kv_pool = runner.token_to_kv_pool
+        self._rows = runner.req_to_token_pool
+        self._layers = compat.kv_layers(self._kv_pool)
+        self._bank = QueryBank(self._layers, self.config.query_rows, heads, dim, runner.dtype, self._rows.device)
+        self._parser = PromptParser(scheduler.tokenizer)
+        self._ranks = RankGroup.of(scheduler)
+
+    # ---- Before a pass ----
+
+    def begin_pass(self, batch: Any) -> LanePass | None:
+        """Side channel for a forward pass over ScheduleBatch ``batch``: dead counts and the capture plan of its lanes."""
+        if not batch.reqs:
+            return None
+        plan = CapturePlan()
+        n_dead = []
+        token = 0
+        for req, (start, end) in zip(batch.reqs, _computed_positions(batch), strict=True):
+            n_dead.append(self.cache.n_dead(req.last_node) if req.last_node is not None else 0)
+            request = self._open(req, start) if not compat.is_health_check(req.rid) else None
+            if request is not None:
+                self._plan(plan, request, start, end, token)
+            token += end - start
+        return LanePass(n_dead, QueryTap(self._bank, plan) if plan else None)
+
+    def _open(self, req: Any, cached: int) -> RunningRequest:
+        request = self._running.get(req.rid)
+        if request is not None and request.req is req:
+            return request
+        token_ids = compat.request_token_ids(req)
+        prompt = self._parser.parse(token_ids, cached)
+        figures = Figures.of(req)
+        if figures.session_key is None:
+            state = self._resolver.resolve(req.session_id, req.last_node, cached)
+        else:
+            # Retracted and admitted again: still the same turn of the same session.
+            state = self._resolver.by_key(figures.session_key)
+        figures.session_key = state.key
+        self.cache.add_owner(req.last_node, state.key)
+        method, budget, trigger = self._compose(_options(req))
+        request = RunningRequest(req, method, budget, trigger, prompt, state, figures)
+        dead = self.cache.n_dead(req.last_node)
+        if figures.admitted(cached, dead):
+            self.counters.prompt_tokens += prompt.length
+            self.counters.cached_tokens += cached
+            self.counters.live_cached_tokens += cached - dead
+        # Per-position memory behind the match belongs to tokens that this request replaced.
+        state.truncate(cached)
+        state.active.add(req.rid)
+        self._running[req.rid] = request
+        for wanted in method.queries.requests(prompt) if method.aggregator is not None else []:
+            # A partly cached assistant turn was generated here: its queries were folded in when it ended.
+            if wanted.span.end <= cached or (wanted.span.role == "assistant" and wanted.span.start < cached):
+                continue
+            start = max(wanted.span.start, cached)
+            if wanted.form == "mean":
+                request.means.append((wanted.span, MeanSum(self._bank)))
+            else:
+                sampled = _sampled(start, wanted.span.end, wanted.limit)
+                request.windows.append((wanted.span, RowLease(self._bank, wanted.limit), sampled))
+        if method.aggregator is not None and method.queries.decode:
+            request.turn = RowLease(self._bank, method.queries.decode_limit)
+        return request
+
+    def _compose(self, options: RequestOptions) -> tuple[Method, Budget, Trigger]:
+        method = build_method(options.method or self.config.method, self.config)
+        if options.keep:
+            method = replace(method, forced=replace(method.forced, protected=tuple(options.keep)))
+        ratio = options.budget_ratio if options.budget is None else None
+        if ratio is None and options.budget is None:
+            ratio = self.config.budget_ratio
+        budget: Budget = HistoryRatio(ratio) if ratio is not None else FixedTokens(options.budget or self.config.budget)
+        hysteresis = self.config.hysteresis if options.hysteresis is None else options.hysteresis
+        return method, budget, OverTarget(hysteresis)
+
+    def _plan(self, plan: CapturePlan, request: RunningRequest, start: int, end: int, token: int) -> None:
+        """Add what the lane computing positions ``[start, end)``, tokens ``token`` on, is to capture."""
+        for span, total in request.means:
+            first, last = max(start, span.start), min(end, span.end)
+            if first < last:
+                plan.means.append((total, token + first - start, token + last - start))
+                total.count += last - first
+        for _, lease, sampled in request.windows:
+            for position in sorted(p for p in sampled if start <= p < end):
+                self._take(plan, lease, position, token + position - start)
+        if request.turn is not None:
+            for position in range(max(start, request.prompt.length), end):
+                self._take(plan, request.turn, position, token + position - start)
+
+    def _take(self, plan: CapturePlan, lease: RowLease, position: int, token: int) -> None:
+        row = lease.offer(position)
+        if row is not None:
+            plan.tokens.append(token)
+            plan.rows.append(row)
+        elif not self._bank.available:
+            self.counters.declined["query_rows"] += 1
+
+    # ---- Notes taken inside SGLang's calls ----
+
+    def _note(self, event: CacheEvent) -> None:
+        request = self._running.get(event.req.rid)
+        if request is None or request.req is not event.req:
+            return
+        if event.kind == "drop":
+            self._close(request)
+            return
+        # At once and not when the event is handled: another request's event must already see the path as shared.
+        self.cache.add_owner(event.node_id, request.state.key)
+        self._events.append(event)
+
+    def _forget(self) -> None:
+        """The tree is gone (flush, weight update): so are all chains."""
+        for request in self._running.values():
+            request.release()
+        self._running.clear()
+        self._events.clear()
+        self.sessions.clear()
+
+    # ---- After a batch result ----
+
+    def end_pass(self) -> None:
+        """Handle what the batch result brought: outside SGLang's free groups, before the next batch is built."""
+        events, self._events = self._events, []
+        for event in events:
+            request = self._running.get(event.req.rid)
+            if request is None or request.req is not event.req:
+                continue
+            if event.kind == "checkpoint":
+                self._after_prefill(request, event.node_id, running=True)
+                continue
+            # A request aborted in mid-prefill leaves less than its prompt behind: nothing to score.
+            if self.cache.has_node(event.node_id) and self.cache.path_length(event.node_id) >= request.prompt.length:
+                if not request.prefilled:
+                    self._after_prefill(request, event.node_id, running=False)
+                self._after_turn(request, event.node_id)
+            self._close(request)
+        if events and self.config.debug:
+            self.check_rows()
+
+    def _close(self, request: RunningRequest) -> None:
+        request.release()
+        request.state.active.discard(request.req.rid)
+        del self._running[request.req.rid]
+
+    def _after_prefill(self, request: RunningRequest, node_id: int, running: bool) -> None:
+        request.prefilled = True
+        state, aggregator = request.state, request.method.aggregator
+        state.tip = request.prompt.length
+        state.turns += 1
+        if aggregator is not None:
+            started = time.perf_counter()
+            keys, live = self._keys(node_id)
+            captured = request.captured()
+            for part in captured:
+                aggregator.absorb(state, part, keys, live[live < part.span.end], request.prompt)
+            self._maybe_prune(request, node_id, keys, captured, running, started)
+        request.release_prompt_rows()
+        self._book(request, node_id)
+
+    def _after_turn(self, request: RunningRequest, node_id: int) -> None:
+        """Fold the queries of the turn that was just generated into the session's memory."""
+        aggregator, turn = request.method.aggregator, request.turn
+        keys, live = self._keys(node_id)
+        end = int(live[-1]) + 1 if live.numel() else 0
+        if aggregator is not None and turn is not None and end > request.prompt.length:
+            captured = turn.captured(Span("assistant", request.prompt.generation_start, end))
+            if captured.positions.numel():
+                aggregator.absorb(request.state, captured, keys, live, request.prompt)
+        self._book(request, node_id)
+
+    def _keys(self, node_id: int) -> tuple[PoolKeyReader, torch.Tensor]:
+        slots = self.cache.path_slots(node_id)
+        live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten().to(slots.device, non_blocking=True)
+        return PoolKeyReader(self._kv_pool, slots, self._layers, self._scaling), live
+
+    def _maybe_prune(
+        self, request: RunningRequest, node_id: int, keys: PoolKeyReader, captured: list[Captured], running: bool, started: float
+    ) -> None:
+        aggregator, prompt = request.method.aggregator, request.prompt
+        assert aggregator is not None
+        n = prompt.length
+        dead = self.cache.dead_mask(node_id)[:n]
+        forced = request.method.forced.mask(prompt)
+        shared = ~self.cache.prunable_mask(node_id, request.state.key, locks=int(running))[:n]
+        fixed = forced | shared
+        candidates = torch.nonzero(~fixed & ~dead).flatten()
+        n_forced = int((fixed & ~dead).sum())
+        keep = request.budget.keep_count(int((~fixed).sum()), n_forced)
+        n_live = n - int(dead.sum())
+        target = n_forced + min(keep, candidates.numel())
+        if not request.trigger.fires(n_live, target):
+            return
+        if not candidates.numel():
+            self.counters.declined["nothing_evictable"] += 1
+            return
+        if keep == 0:
+            self.counters.declined["budget_below_forced_keep"] += 1
+        history = candidates.to(self.cache.tree_core.device, non_blocking=True)
+        scores = aggregator.score(request.state, history, captured, keys, prompt)
+        evicted = self._ranks.agree(lambda s: select_dead(s, candidates, keep), scores)
+        if evicted.numel():
+            self._prune(request, node_id, evicted, running)
+        request.figures.evicted(evicted.numel(), n_forced, target)
+        seconds = time.perf_counter() - started
+        self.counters.prune_seconds += seconds
+        self.prune_durations.append(seconds)
+
+    def _prune(self, request: RunningRequest, node_id: int, evicted: torch.Tensor, running: bool) -> None:
+        """Redirect, then free.
+
+        Interval [0, cache_protected_len) of the request's row belongs to the tree: its nodes own those slots, the row only names
+        them. Everything evicted lies in there, so the request's own frees, which start at cache_protected_len, never meet it.
+        """
+        req = request.req
+        if running and int(evicted[-1]) >= req.cache_protected_len:
+            raise RuntimeError(f"position {int(evicted[-1])} is not tree-owned: only {req.cache_protected_len} positions are")
+        slots = self.cache.prune(node_id, evicted)
+        if running:
+            row = self._rows.req_to_token[req.req_pool_idx]
+            row[evicted.to(row.device, non_blocking=True)] = 0
+            req.prefix_indices = self.cache.path_slots(node_id)
+        self.cache.free_slots(slots)
+        self.counters.prune_events += 1
+        self.counters.pruned_tokens += evicted.numel()
+        self.counters.freed_slots += slots.numel()
+        request.state.pruned_tokens += evicted.numel()
+
+    def _book(self, request: RunningRequest, node_id: int) -> None:
+        dead = self.cache.n_dead(node_id)
+        request.figures.now(dead)
+        request.state.logical_tokens = request.figures.logical_tokens
+        request.state.live_tokens = request.state.logical_tokens - dead
+
+    # ---- Looking from outside ----
+
+    def running(self) -> Iterator[Any]:
+        """SGLang's requests that hold a row."""
+        return (r.req for r in self._running.values() if r.req.kv is not None)
+
+    def check_rows(self) -> None:
+        """Invariants 1 to 3, rows included (debug; slow).
+
+        Raises:
+            IntegrityError: naming the terms that do not agree.
+        """
+        private = sum(r.kv.kv_allocated_len - r.cache_protected_len for r in self.running())
+        self.cache.check_integrity(private)
+        for req in self.running():
+            row = self._rows.req_to_token[req.req_pool_idx, : req.cache_protected_len]
+            self.cache.check_row(req.rid, row, req.last_node)
+
+    def dead_spans(self, session: str) -> list[tuple[int, int]]:
+        """Dead spans ``[start, end)`` of the session's longest path."""
+        return self.cache.dead_spans(f"id:{session}")
+
+
+def _options(req: Any) -> RequestOptions:
+    """The request's options; they were validated when it arrived (see routes.validate_request)."""
+    params = req.sampling_params.custom_params or {}
+    raw = params.get(compat.BACKEND_NAME)
+    return parse_request_options(raw) if raw is not None else RequestOptions()
+
+
+def _computed_positions(batch: Any) -> list[tuple[int, int]]:
+    """Logical positions ``[start, end)`` that each lane of ``batch`` computes."""
+    if batch.forward_mode.is_decode():
+        return [(length - 1, length) for length in batch.seq_lens_cpu.tolist()]
+    return [(prefix, prefix + new) for prefix, new in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
