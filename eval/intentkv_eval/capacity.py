@@ -7,8 +7,7 @@ again; IntentKV keeps every session within its budget. Same flags for both, a fr
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -21,13 +20,12 @@ from typer.core import TyperCommand
 from intentkv.cli import OneLineErrors
 from intentkv.config import ConfigError, load_config
 from intentkv_eval.client import RequestFailed, connect
-from intentkv_eval.replay import Plan, ReplayOptions, Summary, make_plans, replay
+from intentkv_eval.replay import Plan, ReplayOptions, make_plans, replay
 from intentkv_eval.server import ServerError, running_server
 from intentkv_eval.trajectories import Dataset, load_dataset
 from intentkv_eval.turns import Aggregates
 
 RESULT_FILE = "capacity.json"
-STOCK = "stock"
 
 
 class Arm(NamedTuple):
@@ -68,11 +66,6 @@ def pool_size(plans: Sequence[Plan], share: float) -> tuple[int, int]:
     if max(sizes) >= pool:
         raise ConfigError(f"The longest session needs {max(sizes)} tokens, the pool would have {pool}; raise --share or --sessions.")
     return sum(sizes), pool
-
-
-def measure_arms(arms: Sequence[Arm], rounds: int, play: Callable[[Arm, int], Summary]) -> list[tuple[int, Summary]]:
-    """Run every arm ``rounds`` times, alternating, so that a drift of the machine meets all of them."""
-    return [(number, play(arm, number)) for number in range(rounds) for arm in arms]
 
 
 async def _plan(url: str, dataset: Dataset, options: ReplayOptions) -> list[Plan]:
@@ -116,3 +109,78 @@ def run(
     result = CapacityResult(sessions=len(plans), working_set_tokens=working_set, pool_tokens=pool, arms=results)
     (out / RESULT_FILE).write_text(result.model_dump_json(indent=2) + "\n")
     return result
+
+
+def _table(result: CapacityResult) -> Table:
+    table = Table(title=f"{result.sessions} sessions, {result.working_set_tokens:,} tokens in the end, pool of {result.pool_tokens:,}")
+    for column in ("arm", "round", "failed turns", "prefix hit", "recomputed tokens", "peak live", "wall"):
+        table.add_column(column, justify="left" if column == "arm" else "right")
+    for run in result.arms:
+        figures = run.aggregates
+        table.add_row(
+            run.arm,
+            str(run.round + 1),
+            str(figures.failed_turns + figures.skipped_turns),
+            f"{figures.prefix_hit_rate:.1%}",
+            f"{figures.recomputed_tokens:,}",
+            f"{figures.peak_live_max:,}",
+            f"{figures.wall_s:.1f} s",
+        )
+    return table
+
+
+class _Command(OneLineErrors, TyperCommand):
+    pass
+
+
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command(cls=_Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def main(
+    context: typer.Context,
+    files: Annotated[list[Path], typer.Option("--input", help="Recorded agents, JSONL; may be given again.")],
+    out: Annotated[Path, typer.Option(help="Folder for capacity.json and the runs.")],
+    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id.")] = None,
+    method: Annotated[str | None, typer.Option(help="Method of the intentkv arm.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Budget of the intentkv arm, in tokens a request.")] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="Agents that run at once: the first trajectories of the input.")] = 4,
+    share: Annotated[float, typer.Option(min=0.01, max=1, help="Pool as a share of the sessions' final tokens.")] = 0.6,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each arm, alternating.")] = 1,
+    max_context: Annotated[int, typer.Option(min=1, help="Cut a trajectory before it grows past this many tokens.")] = 8000,
+    max_tokens: Annotated[int, typer.Option(min=1, help="At most this many generated tokens a turn.")] = 512,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds a turn may take.")] = 600,
+    start_timeout: Annotated[float, typer.Option(min=1, help="Seconds a server may take to start.")] = 600,
+) -> int:
+    """Run the same agents on stock SGLang and on IntentKV with an equal KV pool that is too small for them.
+
+    Every other flag goes to both servers. Exit status 1 when a turn failed or a server did not start.
+    """
+    load_config(None, method=method, budget=budget)  # a bad value is found here and not after the first server
+    flags = {"--method": method, "--budget": budget}
+    arms = [
+        Arm("stock", ["--stock"]),
+        Arm("intentkv", [part for flag, value in flags.items() if value is not None for part in (flag, str(value))]),
+    ]
+    options = ReplayOptions(
+        url="",
+        files=files,
+        out=out,
+        limit=sessions,
+        concurrency=sessions,
+        max_context=max_context,
+        max_tokens=max_tokens,
+        timeout_s=timeout,
+    )
+    arguments = [*(["--model", model] if model else []), *context.args]
+    try:
+        result = run(options, arguments, arms, share, rounds, start_timeout)
+    except ServerError as error:
+        typer.echo(f"Error: {error}", err=True)
+        return 1
+    Console().print(_table(result))
+    return 1 if any(arm.aggregates.failed_turns for arm in result.arms) else 0
+
+
+if __name__ == "__main__":
+    app()

@@ -1,8 +1,8 @@
 """What eviction costs in prediction, measured through the server on recorded agents: ``python -m intentkv_eval.fidelity``.
 
-Each trajectory is cut once, behind a tool or user message. For each method and ratio the server prefills the history, evicts, and then reads
-the recorded continuation teacher-forced on what is left. Against the same with nothing evicted this gives the change of the negative
-log-likelihood of the recorded assistant tokens and how often the most likely token stays the same.
+Each trajectory is cut once, behind a tool or user message. For each method and ratio the server prefills the history, evicts, and then
+reads the recorded continuation teacher-forced on what is left. Against the same with nothing evicted this gives the change of the
+negative log-likelihood of the recorded assistant tokens and how often the most likely token stays the same.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typer.core import TyperCommand
 from intentkv.cli import OneLineErrors
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
 from intentkv.methods import method_names
+from intentkv.spans import Span
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body, plugin_figures
 from intentkv_eval.conversation import Conversation, choose_template, encode
 from intentkv_eval.provenance import Provenance, collect
@@ -53,6 +54,8 @@ class Settings(BaseModel):
     least_window: int = 3500
     """Trajectories whose window is shorter are left out."""
     least_cut: int = 2500
+    least_history: int = 500
+    """Tokens between the system prefix and the newest message before the cut: what a method chooses from."""
     least_future: int = 150
     """Recorded assistant tokens behind the cut."""
     future: int = 320
@@ -74,17 +77,26 @@ def find_cut(trajectory: Trajectory, conversation: Conversation, settings: Setti
     spans = [span for span in conversation.spans if span.end <= settings.window]
     if not spans or spans[-1].end < settings.least_window:
         return None
+    system_end = spans[0].end if spans[0].role == "system" else 0
     assistant = 0
     for number in range(len(spans) - 1, 1, -1):
         if spans[number].role == "assistant":
             assistant += len(spans[number])
-        cut = spans[number - 1].end
-        if spans[number - 1].role in ("tool", "user") and assistant >= settings.least_future and cut > settings.least_cut:
-            end = min(cut + settings.future, spans[-1].end)
-            # the token right behind the cut is predicted by the history's last position, which is cached and gives no logits
-            scored = [p - cut for span in spans[number:] if span.role == "assistant" for p in range(max(span.start, cut + 1), min(span.end, end))]
-            return Case(trajectory, conversation.ids[:end], cut, scored)
+        newest = spans[number - 1]
+        if (
+            newest.role in ("tool", "user")
+            and assistant >= settings.least_future
+            and newest.end > settings.least_cut
+            and newest.start - system_end >= settings.least_history
+        ):
+            end = min(newest.end + settings.future, spans[-1].end)
+            return Case(trajectory, conversation.ids[:end], newest.end, _scored(spans[number:], newest.end, end))
     return None
+
+
+def _scored(spans: Sequence[Span], cut: int, end: int) -> list[int]:
+    # the token right behind the cut is predicted by the history's last position, which is cached and gives no logits
+    return [p - cut for span in spans if span.role == "assistant" for p in range(max(span.start, cut + 1), min(span.end, end))]
 
 
 class Reading(NamedTuple):
@@ -167,7 +179,13 @@ async def measure(client: ServerClient, case: Case, arm: Arm, namespace: str) ->
         namespace: prefix of the ``extra_key`` that keeps arms and runs out of each other's prefixes.
     """
     row = Row(
-        trajectory=case.trajectory.id, source=case.trajectory.source, method=arm.method, ratio=arm.ratio, status=OK, cut=case.cut, scored=len(case.scored)
+        trajectory=case.trajectory.id,
+        source=case.trajectory.source,
+        method=arm.method,
+        ratio=arm.ratio,
+        status=OK,
+        cut=case.cut,
+        scored=len(case.scored),
     )
     key = f"{namespace}/{case.trajectory.id}/{arm.method}/{arm.ratio}"
     try:
@@ -273,7 +291,14 @@ def _table(summaries: Sequence[ArmSummary]) -> Table:
     for arm in sorted(summaries, key=lambda s: (-(s.ratio or 1), s.dnll.mean if s.dnll else float("inf"))):
         kept = "all" if arm.ratio is None else f"{arm.ratio:.0%}"
         table.add_row(
-            arm.method, kept, str(arm.n), str(arm.failed), _shown(arm.dnll, "+.3f"), _shown(arm.top1, ".3f"), f"{arm.live:.0f}", f"{arm.dead:.0f}"
+            arm.method,
+            kept,
+            str(arm.n),
+            str(arm.failed),
+            _shown(arm.dnll, "+.3f"),
+            _shown(arm.top1, ".3f"),
+            f"{arm.live:.0f}",
+            f"{arm.dead:.0f}",
         )
     return table
 
@@ -296,7 +321,9 @@ def _continue(out: Path, settings: Settings) -> list[Row]:
             earlier = Settings.model_validate_json(settings_file.read_text())
             rows = [Row.model_validate_json(line) for line in rows_file.read_text().splitlines()]
         except (OSError, ValidationError) as error:
-            raise ConfigError(f"Folder {str(out)!r} cannot be continued, its files are damaged or of another version; give another --out.") from error
+            raise ConfigError(
+                f"Folder {str(out)!r} cannot be continued, its files are damaged or of another version; give another --out."
+            ) from error
         if earlier != settings:
             raise ConfigError(f"Folder {str(out)!r} holds rows of another model, data set or selection; give another --out.")
     rows = [row for row in rows if row.status == OK]
@@ -323,12 +350,22 @@ async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], s
             found[trajectory.source] += 1
             cases.append(case)
     if not cases:
-        raise ConfigError(f"No trajectory has {settings.least_window} tokens and a cut with {settings.least_future} assistant tokens behind it.")
+        raise ConfigError(
+            f"No trajectory has {settings.least_window} tokens and a cut with {settings.least_future} assistant tokens behind it."
+        )
     return cases
 
 
 async def run(
-    url: str, files: Sequence[Path], out: Path, wanted: Sequence[Arm], per_source: int, tools: bool, template: str | None, seed: int, timeout_s: float
+    url: str,
+    files: Sequence[Path],
+    out: Path,
+    wanted: Sequence[Arm],
+    per_source: int,
+    tools: bool,
+    template: str | None,
+    seed: int,
+    timeout_s: float,
 ) -> Summary:
     """Measure what is missing in ``out`` and summarise all of it.
 
@@ -357,9 +394,7 @@ async def run(
                     rows.append(row)
                     file.write(row.model_dump_json() + "\n")
                     file.flush()
-    summary = Summary(
-        provenance=provenance, settings=settings, seed=seed, broken_lines=dataset.broken, arms=summarise(rows, wanted, seed)
-    )
+    summary = Summary(provenance=provenance, settings=settings, seed=seed, broken_lines=dataset.broken, arms=summarise(rows, wanted, seed))
     (out / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2) + "\n")
     return summary
 

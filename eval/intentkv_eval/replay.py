@@ -27,6 +27,7 @@ from intentkv_eval.turns import SKIPPED, Aggregates, TurnRecord, aggregate, fini
 TURNS_FILE = "turns.jsonl"
 SUMMARY_FILE = "summary.json"
 
+
 class ReplayOptions(BaseModel):
     """What :func:`run` is asked to do; the fields are the flags of ``intentkv replay``."""
 

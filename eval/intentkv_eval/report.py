@@ -62,7 +62,9 @@ def load_run(folder: Path) -> Run:
         summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_text())
         turns = [TurnRecord.model_validate_json(line) for line in (folder / TURNS_FILE).read_text().splitlines()]
     except OSError as error:
-        raise ConfigError(f"Cannot read {error.filename!r}: {error.strerror}; give folders that a finished 'intentkv replay' wrote.") from error
+        raise ConfigError(
+            f"Cannot read {error.filename!r}: {error.strerror}; give folders that a finished 'intentkv replay' wrote."
+        ) from error
     except ValidationError as error:
         raise ConfigError(f"{str(folder)!r} does not hold a run of this version: {error.errors()[0]['msg']}.") from error
     return Run(summary.arm, summary, turns)
@@ -119,7 +121,11 @@ def _mean(field: str) -> Callable[[list[TurnRecord]], float]:
 
 def _figure(figure: go.Figure, with_library: bool) -> str:
     figure.update_layout(
-        template="plotly_white", height=380, margin={"l": 60, "r": 20, "t": 20, "b": 50}, hovermode="x unified", legend={"orientation": "h", "y": 1.1}
+        template="plotly_white",
+        height=380,
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        hovermode="x unified",
+        legend={"orientation": "h", "y": 1.1},
     )
     figure.update_xaxes(title="turn", rangemode="tozero")
     text: str = figure.to_html(full_html=False, include_plotlyjs=with_library, config={"displaylogo": False, "responsive": True})
@@ -127,7 +133,19 @@ def _figure(figure: go.Figure, with_library: bool) -> str:
 
 
 def _table(runs: Sequence[Run]) -> str:
-    header = ("arm", "turns", "failed", "prefix hit", "live hit", "peak live", "peak logical", "KV reads", "TTFT p50 / p95", "TPOT p50", "wall")
+    header = (
+        "arm",
+        "turns",
+        "failed",
+        "prefix hit",
+        "live hit",
+        "peak live",
+        "peak logical",
+        "KV reads",
+        "TTFT p50 / p95",
+        "TPOT p50",
+        "wall",
+    )
     rows = [header, *(_row(run) for run in runs)]
     cells = [
         "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"

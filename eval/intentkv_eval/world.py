@@ -21,10 +21,20 @@ _LONGEST_NAME = 32
 
 _SYSTEM = "You are a research assistant. Use the tools, one call at a time, and answer from what they return."
 
-_TOOLS = (
-    ("airports", "Some airports of a country as a table."),
-    ("country", "Facts about a country as JSON."),
-)
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]},
+        },
+    }
+    for name, argument, description in (
+        ("airports", "country", "Some airports of a country as a table."),
+        ("country", "name", "Facts about a country as JSON."),
+    )
+]
 
 
 class _Airport(NamedTuple):
@@ -38,12 +48,12 @@ class _Airport(NamedTuple):
 
 @dataclass(frozen=True)
 class Needle:
-    """Text that answers the question, and where it stands."""
+    """The table row that answers the question, and where it stands."""
 
     message: int
     """Index in the session's messages."""
     text: str
-    """Occurs once in that message and in no other tool result."""
+    """Occurs in that message, once, and in no other."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +63,8 @@ class Session:
     needle: Needle
 
 
-def research_session(seed: int = 0, countries: int = 7) -> Session:
-    """A session of ``2 * countries + 2`` turns; about 850 tokens a country with SmolLM2's tokenizer.
+def research_session(seed: int = 0, countries: int = 8) -> Session:
+    """A session of ``2 * countries + 2`` turns; about 700 tokens a country with SmolLM2's tokenizer.
 
     The same seed gives the same session with the same releases of the data packages.
 
@@ -66,14 +76,10 @@ def research_session(seed: int = 0, countries: int = 7) -> Session:
     codes = sorted(code for code, found in airports.items() if code in facts and len(found) >= _LISTED)
     chosen = rng.sample(codes, countries)
     names = [facts[code]["name"] for code in chosen]
+    tables = [rng.sample(airports[code], _LISTED) for code in chosen]
+    asked = rng.choice(tables[0])
+    question = f"at what elevation, in feet, lies {asked.name} of {asked.city}, {names[0]}?"
 
-    # The one table row that answers: its elevation must be higher than every other of the table.
-    table = rng.sample(airports[chosen[0]], _LISTED)
-    while sorted(row.elevation_ft for row in table)[-2:] != sorted({row.elevation_ft for row in table})[-2:]:
-        table = rng.sample(airports[chosen[0]], _LISTED)
-    highest = max(table, key=lambda row: row.elevation_ft)
-
-    question = f"which of the listed airports of {names[0]} lies highest, and at what elevation in feet?"
     script = _Script()
     script.say("system", _SYSTEM)
     script.say(
@@ -81,28 +87,27 @@ def research_session(seed: int = 0, countries: int = 7) -> Session:
         f"We look for a country to hold a conference in: {', '.join(names)}. Read about each and its airports. "
         f"At the end I will ask: {question}",
     )
-    for number, (code, name) in enumerate(zip(chosen, names, strict=True)):
-        rows = table if number == 0 else rng.sample(airports[code], _LISTED)
+    for code, name, table in zip(chosen, names, tables, strict=True):
         opening = rng.choice(("Next come the airports of", "I list the airports of", "Let me see how one gets to"))
-        script.call(f"{opening} {name}.", "airports", {"country": name}, _table(rows))
+        script.call(f"{opening} {name}.", "airports", {"country": name}, _table(table))
         opening = rng.choice(("Now some facts about", "I look up", "Let me read about"))
         script.call(f"{opening} {name}.", "country", {"name": name}, json.dumps(facts[code], ensure_ascii=False))
     largest = max(chosen, key=lambda code: facts[code]["population"])
     script.say("assistant", f"I have read about all {countries} countries. The most people live in {facts[largest]['name']}.")
     script.say("user", f"Thank you. Back to my first question: {question}")
-    script.say("assistant", f"{highest.name} in {highest.city}, at {highest.elevation_ft} feet.")
+    script.say("assistant", f"{asked.name} lies at {asked.elevation_ft} feet.")
 
     record = {
         "id": f"research-{seed}",
         "source": "intentkv_eval.world",
         "license": "MIT (data of the packages countryinfo and airportsdata)",
         "task": question,
-        "tools": [_tool(name, description) for name, description in _TOOLS],
+        "tools": _TOOLS,
         "messages": script.messages,
         "meta": {"group": f"research-{seed}", "style": "native"},
     }
     first_result = next(index for index, message in enumerate(script.messages) if message["role"] == "tool")
-    return Session(record, Needle(first_result, _row(highest)))
+    return Session(record, Needle(first_result, _row(asked)))
 
 
 class _Script:
@@ -120,12 +125,6 @@ class _Script:
         call = {"id": identity, "name": tool, "arguments": arguments}
         self.messages.append({"role": "assistant", "content": thought, "tool_calls": [call]})
         self.messages.append({"role": "tool", "content": result, "tool_call_id": identity, "name": tool})
-
-
-def _tool(name: str, description: str) -> dict[str, Any]:
-    argument = "country" if name == "airports" else "name"
-    parameters = {"type": "object", "properties": {argument: {"type": "string"}}, "required": [argument]}
-    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def _airports_by_country() -> dict[str, list[_Airport]]:

@@ -80,11 +80,17 @@ def _convert(gguf: Path, out: Path) -> None:
     # The file names the start of a message as its end of sequence; the model ends its turns with the end-of-message token.
     tokenizer.eos_token = tokenizer.pad_token = _END_OF_TURN
     tokenizer.clean_up_tokenization_spaces = False
-    tokenizer.save_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+    _save(model, tokenizer, out)
+
+
+def _save(model: Any, tokenizer: Any, out: Path) -> None:
+    # Without it the length is an integer so large that SGLang's /tokenize, which reports it, cannot write its answer.
+    tokenizer.model_max_length = model.config.max_position_embeddings
     model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 def make_tiny_model(out: Path, tokenizer_dir: Path, seed: int = 0, **overrides: Any) -> Path:
@@ -121,6 +127,5 @@ def make_tiny_model(out: Path, tokenizer_dir: Path, seed: int = 0, **overrides: 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(Qwen3Config(**(fields | overrides)))  # type: ignore[no-untyped-call]
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    _save(model, tokenizer, out)
     return out

@@ -56,6 +56,8 @@ _SERVER_GUARDS: tuple[Guard, ...] = (
     Guard("data-parallel attention", _on("enable_dp_attention"), "remove --enable-dp-attention."),
     Guard("two-batch overlap", _on("enable_two_batch_overlap"), "remove --enable-two-batch-overlap."),
     Guard("PD multiplexing", _on("enable_pdmux"), "remove --enable-pdmux."),
+    Guard("data parallelism in one server", _above_one("dp_size"), "start one server per replica behind a router."),
+    Guard("embedding models", _on("is_embedding"), "remove --is-embedding."),
     Guard("diffusion LLM", _on("dllm_algorithm"), "remove --dllm-algorithm."),
     Guard("attention backend", _wrong_backend, f"start with --attention-backend {' or '.join(BACKENDS)}."),
 )

@@ -100,6 +100,8 @@ class Runtime:
         self.sessions = SessionStore(config.max_sessions)
         self._resolver = SessionResolver(cache, self.sessions)
         self._running: dict[str, RunningRequest] = {}
+        self._admitted: dict[str, Any] = {}
+        """Every request that holds a row, health checks included."""
         self._events: list[CacheEvent] = []
         self.prune_durations: list[float] = []
         """Seconds of the events since the exporter last looked."""
@@ -129,6 +131,7 @@ class Runtime:
         n_dead = []
         token = 0
         for req, (start, end) in zip(batch.reqs, _computed_positions(batch), strict=True):
+            self._admitted[req.rid] = req
             n_dead.append(self.cache.n_dead(req.last_node) if req.last_node is not None else 0)
             request = self._open(req, start) if not compat.is_health_check(req.rid) else None
             if request is not None:
@@ -211,6 +214,8 @@ class Runtime:
     # ---- Notes taken inside SGLang's calls ----
 
     def _note(self, event: CacheEvent) -> None:
+        if event.kind != "checkpoint":
+            self._admitted.pop(event.req.rid, None)
         request = self._running.get(event.req.rid)
         if request is None or request.req is not event.req:
             return
@@ -226,6 +231,7 @@ class Runtime:
         for request in self._running.values():
             request.release()
         self._running.clear()
+        self._admitted.clear()
         self._events.clear()
         self.sessions.clear()
 
@@ -348,7 +354,7 @@ class Runtime:
 
     def running(self) -> Iterator[Any]:
         """SGLang's requests that hold a row."""
-        return (r.req for r in self._running.values() if r.req.kv is not None)
+        return (req for req in self._admitted.values() if req.kv is not None)
 
     def check_rows(self) -> None:
         """Invariants 1 to 3, rows included (debug; slow).
