@@ -8,6 +8,7 @@ negative log-likelihood of the recorded assistant tokens and how often the most 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import statistics
 import uuid
@@ -30,13 +31,15 @@ from intentkv.spans import Span
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body, plugin_figures
 from intentkv_eval.conversation import Conversation, choose_template, encode
 from intentkv_eval.provenance import Provenance, collect
-from intentkv_eval.trajectories import Trajectory, load_dataset
+from intentkv_eval.server import ServerError, running_server
+from intentkv_eval.trajectories import Dataset, Trajectory, load_dataset
 from intentkv_eval.turns import OK
 
 ROWS_FILE = "rows.jsonl"
 SETTINGS_FILE = "settings.json"
 SUMMARY_FILE = "summary.json"
 FULL = "full"
+_RATIOS = (0.1, 0.25)
 _RESAMPLES = 10_000
 
 
@@ -356,31 +359,27 @@ async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], s
     return cases
 
 
-async def run(
-    url: str,
-    files: Sequence[Path],
-    out: Path,
-    wanted: Sequence[Arm],
-    per_source: int,
-    tools: bool,
-    template: str | None,
-    seed: int,
-    timeout_s: float,
-) -> Summary:
+class Choice(NamedTuple):
+    """Which trajectories are measured, and how they are written."""
+
+    per_source: int
+    tools: bool
+    template: str | None
+
+
+async def run(url: str, dataset: Dataset, out: Path, wanted: Sequence[Arm], choice: Choice, seed: int, timeout_s: float) -> Summary:
     """Measure what is missing in ``out`` and summarise all of it.
 
     Raises:
-        ConfigError: unreadable input, unusable ``out``, or no server.
+        ConfigError: unusable ``out``, no usable trajectory, or no server.
     """
-    dataset = load_dataset(files)
     async with connect(url, timeout_s) as client:
         try:
             provenance = await collect(client)
-            settings = Settings(
-                model=str(provenance.server.get("model_path", "unknown")), dataset_sha256=dataset.sha256, per_source=per_source, tools=tools
-            )
+            model = str(provenance.server.get("model_path", "unknown"))
+            settings = Settings(model=model, dataset_sha256=dataset.sha256, per_source=choice.per_source, tools=choice.tools)
             rows = _continue(out, settings)
-            cases = await find_cases(client, dataset.trajectories, settings, template)
+            cases = await find_cases(client, dataset.trajectories, settings, choice.template)
         except RequestFailed as error:
             raise ConfigError(f"The server at {url} cannot be measured: {error}.") from error
         done = {(row.trajectory, row.method, row.ratio) for row in rows}
@@ -406,13 +405,17 @@ class _Command(OneLineErrors, TyperCommand):
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
 
 
-@app.command(cls=_Command)
+@app.command(cls=_Command, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def main(
+    context: typer.Context,
     files: Annotated[list[Path], typer.Option("--input", help="Recorded agents, JSONL; may be given again.")],
     out: Annotated[Path, typer.Option(help="Folder for rows.jsonl and summary.json; an interrupted run is continued.")],
-    url: Annotated[str, typer.Option(help="The running server, with the plugin.")] = "http://127.0.0.1:30000",
+    url: Annotated[str | None, typer.Option(help="A running server with the plugin; default: start one.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id of the server to start.")] = None,
     methods: Annotated[list[str] | None, typer.Option("--method", help="Method to measure; may be given again. Default: all.")] = None,
-    ratios: Annotated[list[float], typer.Option("--ratio", help="Share of the history to keep; may be given again.")] = [0.1, 0.25],  # noqa: B006
+    ratios: Annotated[
+        list[float] | None, typer.Option("--ratio", help="Share of the history to keep; may be given again. Default: 0.1 and 0.25.")
+    ] = None,
     per_source: Annotated[int, typer.Option(min=1, help="Trajectories a source.")] = 2,
     tools: Annotated[bool, typer.Option("--tools/--no-tools", help="List the tools in the system message, which is always kept.")] = False,
     template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
@@ -421,10 +424,22 @@ def main(
 ) -> int:
     """Measure what each method costs in prediction at each kept share of the history, against the full cache.
 
-    Exit status 1 when a measurement failed.
+    Every other flag goes to the server it starts. Exit status 1 when a measurement failed or the server did not start.
     """
-    wanted = arms(methods or method_names(), ratios)
-    summary = asyncio.run(run(url, files, out, wanted, per_source, tools, template, seed, timeout))
+    wanted = arms(methods or method_names(), ratios or _RATIOS)
+    dataset = load_dataset(files)
+    choice = Choice(per_source, tools, template)
+    if url is not None and context.args:
+        raise ConfigError(f"{' '.join(context.args)} would go to a server to start; leave it out, or leave out --url.")
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            arguments = [*(["--model", model] if model else []), *context.args]
+            try:
+                url = stack.enter_context(running_server(arguments, out / "server.log")).url
+            except ServerError as error:
+                typer.echo(f"Error: {error}", err=True)
+                return 1
+        summary = asyncio.run(run(url, dataset, out, wanted, choice, seed, timeout))
     Console().print(_table(summary.arms))
     return 1 if any(arm.failed for arm in summary.arms) else 0
 

@@ -26,11 +26,11 @@ from typer.core import TyperCommand
 from intentkv.cli import OneLineErrors
 from intentkv.config import load_config
 from intentkv_eval.client import connect
-from intentkv_eval.conversation import choose_template, encode, render
+from intentkv_eval.conversation import Tokenize, choose_template, encode, render
 from intentkv_eval.replay import TURNS_FILE, ReplayOptions, replay
 from intentkv_eval.report import load_run, write_report
 from intentkv_eval.server import ServerError, running_server
-from intentkv_eval.trajectories import load_dataset
+from intentkv_eval.trajectories import Trajectory, load_dataset
 from intentkv_eval.turns import Aggregates
 from intentkv_eval.world import Needle, Session, research_session
 
@@ -86,20 +86,29 @@ def live_in(span: tuple[int, int], dead_spans: Iterable[Sequence[int]]) -> int:
     return end - start - sum(max(0, min(end, stop) - max(start, begin)) for begin, stop in dead_spans)
 
 
-async def _needle_span(url: str, folder: Path, session_file: Path, needle: Needle, timeout_s: float) -> tuple[int, int]:
-    """Positions of the needle in the prompts that were sent: the server's own words before it may be shorter than the recorded ones."""
-    trajectory = load_dataset([session_file]).trajectories[0]
-    async with connect(url, timeout_s) as client:
-        template = await choose_template(None, client.tokenize)
-        conversation = await encode(trajectory, template, client.tokenize)
-        before, after = render(trajectory, template)[needle.message].split(needle.text)
-        start, end = token_span(conversation.messages[needle.message].ids, *await client.tokenize([before, after]))
+async def needle_span(trajectory: Trajectory, needle: Needle, prompts: Sequence[int], tokenize: Tokenize) -> tuple[int, int]:
+    """Positions ``[start, end)`` of the needle in the prompts that were sent.
+
+    Args:
+        prompts: tokens of each turn's prompt; the server's own words may be shorter than the recorded ones.
+        tokenize: the server's tokenizer.
+    """
+    template = await choose_template(None, tokenize)
+    conversation = await encode(trajectory, template, tokenize)
+    before, after = render(trajectory, template)[needle.message].split(needle.text)
+    start, end = token_span(conversation.messages[needle.message].ids, *await tokenize([before, after]))
     earlier, later = conversation.messages[: needle.message], conversation.messages[needle.message :]
     turn = sum(message.role == "assistant" for message in earlier)
     added = itertools.takewhile(lambda message: message.role != "assistant", later)
-    prompt = load_run(folder).turns[turn].prompt_tokens
-    offset = prompt - len(conversation.generation_prompt) - sum(len(message.ids) for message in added)
+    offset = prompts[turn] - len(conversation.generation_prompt) - sum(len(message.ids) for message in added)
     return offset + start, offset + end
+
+
+async def _needle_span(options: ReplayOptions, needle: Needle) -> tuple[int, int]:
+    trajectory = load_dataset(options.files).trajectories[0]
+    prompts = [turn.prompt_tokens for turn in load_run(options.out).turns]
+    async with connect(options.url, options.timeout_s) as client:
+        return await needle_span(trajectory, needle, prompts, client.tokenize)
 
 
 def _dead_spans(url: str, session_id: str, timeout_s: float) -> list[list[int]]:
@@ -120,7 +129,7 @@ def _run_arm(arm: Arm, session: Session, out: Path, shared_arguments: list[str],
         result = ArmResult(arm=arm.name, folder=folder.name, aggregates=aggregates, answer_tokens=None, answer_live_tokens=None)
         if aggregates.failed_turns:
             return result
-        span = asyncio.run(_needle_span(server.url, folder, out / SESSION_FILE, session.needle, timeout_s))
+        span = asyncio.run(_needle_span(options, session.needle))
         dead = _dead_spans(server.url, f"{arm.name}/0/{session.record['id']}", timeout_s)
     return result.model_copy(update={"answer_tokens": span[1] - span[0], "answer_live_tokens": live_in(span, dead)})
 
@@ -141,8 +150,8 @@ def run(session: Session, arms: Sequence[Arm], out: Path, server_arguments: list
 
 
 def _table(result: QuickstartResult) -> Table:
-    table = Table(caption=f"Asked first and last: {result.question}\nText that answers: {result.answer_text}")
-    columns = ("arm", "prefix hit", "peak logical", "peak live", "tokens pruned", "KV reads", "answer text live")
+    table = Table(title="Tokens; 'answer live': of the text that answers the question, after the last turn")
+    columns = ("arm", "prefix hit", "peak logical", "peak live", "pruned", "KV reads", "answer live")
     for column in columns:
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm in result.arms:
@@ -154,7 +163,7 @@ def _table(result: QuickstartResult) -> Table:
             f"{figures.peak_live_max:,}",
             f"{figures.pruned_tokens:,}",
             f"{figures.kv_reads:,}",
-            "turn failed" if arm.answer_tokens is None else f"{arm.answer_live_tokens} of {arm.answer_tokens} tokens",
+            "turn failed" if arm.answer_tokens is None else f"{arm.answer_live_tokens}/{arm.answer_tokens}",
         )
     return table
 
@@ -197,6 +206,7 @@ def main(
         typer.echo(f"Error: {error}", err=True)
         return 1
     console.print(_table(result))
+    console.print(f"Asked first and last: {result.question}{os.linesep}Text that answers: {result.answer_text}", soft_wrap=True)
     console.print(f"Figures: {out / RESULT_FILE}{os.linesep}Report:  {out / REPORT_FILE}", soft_wrap=True)
     return 1 if any(arm.aggregates.failed_turns for arm in result.arms) else 0
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 _HOST = "127.0.0.1"
 _POLL_S = 0.5
-_TERM_GRACE_S = 10.0
+_TERM_GRACE_S = 15.0
 _KILL_GRACE_S = 5.0
 _TAIL_LINES = 30
 
@@ -101,31 +101,13 @@ def _tail(log: Path) -> str:
 
 
 def _end_process_group(process: subprocess.Popen[bytes]) -> None:
-    """End every process of the group by the leader's id, also when the leader is gone already. Bounded."""
-    _signal_group(process.pid, signal.SIGTERM)
+    """Ask the leader to stop, then kill whatever is left of its group. Bounded; by id, also when the leader is gone already."""
     try:
-        _wait_until_gone(process, _TERM_GRACE_S)
+        # the leader alone: a worker that gets the signal first is taken for a crash, and the leader stays for its diagnostics
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TERM_GRACE_S)
     finally:  # a second Ctrl-C cuts the wait short, not the end
-        if not _is_gone(process):
-            _signal_group(process.pid, signal.SIGKILL)
-            _wait_until_gone(process, _KILL_GRACE_S)
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-
-
-def _wait_until_gone(process: subprocess.Popen[bytes], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not _is_gone(process) and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
-def _is_gone(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reaps the leader, which would count as a member otherwise
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(_KILL_GRACE_S)

@@ -52,9 +52,10 @@ def ensure_default_model(cache: Path | None) -> Path:
         raise ConfigError(f"Cannot write to {str(folder.parent)!r}: {error.strerror}; set INTENTKV_CACHE to a writable folder.") from error
     try:
         _convert(gguf, unfinished)
-        # A folder under its final name is complete. When two convert at the same time, the first one wins.
-        if not folder.is_dir():
-            unfinished.rename(folder)
+        unfinished.rename(folder)  # under its final name a folder is complete
+    except OSError:
+        if not folder.is_dir():  # else another process was first, and its folder is as good
+            raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
@@ -126,6 +127,6 @@ def make_tiny_model(out: Path, tokenizer_dir: Path, seed: int = 0, **overrides: 
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(Qwen3Config(**(fields | overrides)))  # type: ignore[no-untyped-call]
+        model = Qwen3ForCausalLM(Qwen3Config(**(fields | overrides)))
     _save(model, tokenizer, out)
     return out

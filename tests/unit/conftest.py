@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from intentkv.protocols import Captured, CaptureRequest
 from intentkv.spans import Span
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Layer ids that differ from their index: a mix-up of the two shows.
 LAYERS = (1, 3)
@@ -119,6 +121,10 @@ PIECES = r"""[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+
 
 def build_tokenizer(markers: list[str], template: str | None = None) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on a few lines, with ``markers`` as single special tokens."""
+    # Imported here: they take seconds, and only the tests of spans need them.
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(PIECES), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -148,7 +154,5 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return {
         "chatml": build_tokenizer(["<|im_start|>", "<|im_end|>"], CHATML),
         "qwen": build_tokenizer(["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"], QWEN),
-        "llama-3": build_tokenizer(
-            ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"], LLAMA3
-        ),
+        "llama-3": build_tokenizer(["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"], LLAMA3),
     }

@@ -231,7 +231,10 @@ def test_request_options():
     ids=lambda raw: str(raw)[:30],
 )
 def test_bad_request_options(raw):
-    """Each becomes a 400 for its request. Catches: a coerced or ignored value, an exception of another kind, a reply as long as the input."""
+    """Each becomes a 400 for its request.
+
+    Catches: a coerced or ignored value, an exception of another kind, a reply as long as the input.
+    """
     with pytest.raises(ConfigError) as error:
         parse_request_options(raw)
     assert "custom_params['intentkv']" in message_of(error)

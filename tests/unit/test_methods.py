@@ -167,6 +167,7 @@ def test_streamingllm_keeps_the_newest(fake_request):
 
 def test_random_depends_on_seed_session_and_length(fake_request):
     """Catches: one permutation for all requests, which would always evict the same positions."""
+
     def scores(seed, key, length):
         prompt = Prompt(length, (), length, True)
         aggregator = build_method("random", Config(seed=seed)).aggregator

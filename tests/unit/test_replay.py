@@ -247,7 +247,9 @@ def test_lost_connection_is_a_failed_turn() -> None:
 def test_trajectory_is_cut_at_the_context_limit() -> None:
     """Catches a turn that grows past the limit, and one that is left out although it fits."""
     server = FakeServer()
-    second = len(HEAD) + 3 + len(ids("<|im_end|>\n<|im_start|>tool\nT1<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
+    second = (
+        len(HEAD) + 3 + len(ids("<|im_end|>\n<|im_start|>tool\nT1<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"))
+    )
     assert len(play(server, AGENT, max_context=second + 2)) == 2
     assert len(play(server, AGENT, max_context=second + 1)) == 1
     assert play(server, AGENT, max_context=3) == []
@@ -293,7 +295,9 @@ def test_plugin_figures_are_taken_over() -> None:
     assert aggregate([first], 1.0).peak_live_max == 80
 
 
-@pytest.mark.parametrize(("prompt", "cached", "dead", "generated"), [(300, 0, 0, 5), (300, 200, 50, 5), (1000, 999, 0, 1), (400, 144, 10, 2)])
+@pytest.mark.parametrize(
+    ("prompt", "cached", "dead", "generated"), [(300, 0, 0, 5), (300, 200, 50, 5), (1000, 999, 0, 1), (400, 144, 10, 2)]
+)
 def test_kv_reads_counts_every_read(prompt: int, cached: int, dead: int, generated: int) -> None:
     """Catches an off-by-one in the closed form, against a walk over blocks and steps."""
     live_cached = cached - dead if cached else 0

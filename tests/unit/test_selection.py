@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from intentkv.selection import ForcedKeep, select_dead, top_positions
@@ -63,10 +63,12 @@ def prompts(draw):
     actionable=st.booleans(),
     sinks=st.integers(0, 8),
     recent=st.integers(0, 50),
-    protected=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2**70)), max_size=3),
+    protected=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60) | st.just(2**70)), max_size=2),
 )
+@example(Prompt(5, (Span("assistant", 0, 5),), 5, True), True, True, 0, 7, [])
 def test_forced_keep(prompt, system, actionable, sinks, recent, protected):
-    """Catches: a part of F missing, ``recent=0`` keeping everything, an older user message kept, a span beyond the prompt raising."""
+    """Catches: a part of F missing, ``recent=0`` keeping everything, one beyond the prompt keeping less,
+    an older user message kept, a span beyond the prompt raising."""
     expected = set(range(prompt.generation_start, prompt.length)) | set(range(sinks)) | set(range(prompt.length - recent, prompt.length))
     if system and prompt.messages and prompt.messages[0].role == "system":
         expected |= set(range(prompt.messages[0].end))

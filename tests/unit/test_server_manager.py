@@ -88,9 +88,14 @@ def test_healthy_server_is_yielded_and_its_whole_group_is_gone_after(log: Path, 
 def test_server_is_gone_after_a_failure_inside(log: Path, error: type[BaseException]) -> None:
     """Catches a server that survives an interrupted or failed experiment and holds the machine."""
     servers: list[Server] = []
-    with pytest.raises(error), running_server(["good"], log, timeout_s=60) as server:
-        servers.append(server)
-        raise error
+
+    def experiment() -> None:
+        with running_server(["good"], log, timeout_s=60) as server:
+            servers.append(server)
+            raise error
+
+    with pytest.raises(error):
+        experiment()
     assert_nothing_is_left(log, servers[0].pid)
 
 

@@ -23,8 +23,11 @@ NAMES = sorted(TEMPLATES)
 ROLES = ["system", "user", "assistant", "tool"]
 
 # Pieces that meet the markers in every way: newlines next to a header, marker look-alikes, text in several bytes a character.
+# No mix of them is a marker.
 contents = st.lists(
-    st.sampled_from(["", "\n", "\n\n", " ", "user\n", "assistant", "the tool said", "<|im_", "start|>", "</tool_response>", "é漢🙂", "data"]),
+    st.sampled_from(
+        ["", "\n", "\n\n", " ", "user\n", "assistant", "the tool said", "<|im_", "|start|>", "</tool_response>", "é漢🙂", "data"]
+    ),
     max_size=6,
 ).map("".join)
 conversations = st.lists(st.tuples(st.sampled_from(ROLES), contents), min_size=1, max_size=8)

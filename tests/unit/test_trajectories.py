@@ -31,9 +31,17 @@ OPENAI = {
     "messages": [
         {"role": "developer", "content": "S"},
         {"role": "user", "content": [{"type": "text", "text": "U1"}, {"type": "text", "text": "U2"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": '{"q": "x"}'}}],
+        },
         {"role": "function", "content": "found", "name": "find"},
-        {"role": "assistant", "content": "bad call", "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": '{"q": '}}]},
+        {
+            "role": "assistant",
+            "content": "bad call",
+            "tool_calls": [{"type": "function", "function": {"name": "find", "arguments": '{"q": '}}],
+        },
     ]
 }
 

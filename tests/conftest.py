@@ -1,0 +1,24 @@
+"""Models that tests serve or compute with; made once a session, only when a test asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from intentkv_sglang.default_model import ensure_default_model, make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """Folder of the small real model."""
+    return ensure_default_model(None)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(default_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random two-layer Qwen3 with the real model's tokenizer.
+
+    Its weights are spread ten times wider than usual: attention then decides the next token, and no token is a close second.
+    """
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", default_model, initializer_range=0.2)
