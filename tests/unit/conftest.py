@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast
 
 from intentkv.protocols import Captured, CaptureRequest
+from intentkv.scoring import LayerwiseKeys
 from intentkv.spans import Span
 
 # Layer ids that differ from their index: a mix-up of the two shows.
@@ -18,7 +19,7 @@ LAYERS = (1, 3)
 
 
 @dataclass
-class FakeRequest:
+class FakeRequest(LayerwiseKeys):
     """Post-RoPE keys and queries of ``length`` positions; a ``KeyReader`` that refuses to read evicted ones."""
 
     length: int
