@@ -64,6 +64,8 @@ class Config(BaseSettings):
     """Single queries kept of one assistant turn, evenly spaced."""
     query_rows: int = Field(default=2048, ge=1)
     """Rows of the query bank shared by all running requests."""
+    layer_stride: int = Field(default=1, ge=1)
+    """Score every n-th layer only."""
     max_sessions: int = Field(default=1024, ge=1)
     """Session states kept, least recently used dropped first."""
     sharing: Literal["any"] = "any"

@@ -13,20 +13,27 @@ from typing import Literal, Protocol
 
 import torch
 
+from intentkv.scoring import Reduction
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt, Span
 
 
 class KeyReader(Protocol):
-    """Post-RoPE keys of one request, read by logical position. Only live positions may be asked for."""
+    """Post-RoPE keys of one request, scored by logical position. Only live positions may be asked for."""
 
-    layers: Sequence[int]
-    """Layer ids to score, ascending."""
-    scaling: float
-    """Multiplies q.k to give the attention logit."""
+    def scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores of the keys at ``positions``, summed over layers and query heads (see :func:`intentkv.scoring.key_scores`).
 
-    def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
-        """Keys of ``positions`` ([n] int64) in ``layer``: [n, H_kv, D], float32."""
+        Args:
+            queries: [L, n_q, H_q, D] post-RoPE.
+            positions: [n] int64.
+            query_positions: [n_q] int64; when given, keys after a query are masked.
+
+        Returns:
+            [n] float32.
+        """
         ...
 
 
@@ -49,7 +56,7 @@ class Captured:
     positions: torch.Tensor
     """[n] int64 logical positions the queries belong to; empty for ``mean``."""
     queries: torch.Tensor
-    """``raw``: [L, n, H_q, D]; ``mean``: [L, H_q, D], float32. L runs over ``KeyReader.layers``."""
+    """``raw``: [L, n, H_q, D]; ``mean``: [L, H_q, D], float32. L runs over the layers that the engine scores."""
     weight: int = field(default=1)
     """Tokens behind a mean."""
 

@@ -6,7 +6,8 @@ Callers go layer by layer; keys are read once a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -82,3 +83,27 @@ def key_scores(
     if reduction == "energy":
         total /= n_queries
     return total.sum(0)
+
+
+class LayerwiseKeys(ABC):
+    """A KeyReader that scores layer by layer with :func:`key_scores`; subclasses say where the keys are."""
+
+    layers: Sequence[int]
+    """Layer ids to score, ascending."""
+    scaling: float
+    """Multiplies q.k to give the attention logit."""
+
+    @abstractmethod
+    def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Keys of ``positions`` ([n] int64, live) in ``layer``: [n, H_kv, D], float32."""
+
+    def scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.scores`."""
+        total = torch.zeros(positions.shape[0], dtype=torch.float32, device=positions.device)
+        key_positions = positions if query_positions is not None else None
+        for index, layer in enumerate(self.layers):
+            keys = self.keys(layer, positions)
+            total += key_scores(queries[index], keys, self.scaling, reduction, query_positions, key_positions)
+        return total

@@ -42,19 +42,19 @@ class ForcedKeep:
 
 
 def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """Mask of the ``count`` best of ``scores`` ([n] float32): [n] bool on the CPU.
+    """Mask of the ``count`` best of ``scores`` ([n] float32): [n] bool on the same device.
 
     Ties go to the later position: without evidence, recent text is the better bet. Deterministic.
     """
     n = scores.shape[0]
     count = max(0, min(count, n))
-    kept = torch.zeros(n, dtype=torch.bool)
+    kept = torch.zeros(n, dtype=torch.bool, device=scores.device)
     # A stable ascending sort leaves the later of two equal scores nearer to the end.
-    order = torch.sort(scores.detach().cpu(), stable=True).indices
+    order = torch.sort(scores.detach(), stable=True).indices
     kept[order[n - count :]] = True
     return kept
 
 
 def select_dead(scores: torch.Tensor, history: torch.Tensor, count: int) -> torch.Tensor:
     """Positions of ``history`` ([n] int64, ascending) that do not stay when the ``count`` best-scored do: [m] int64, ascending, CPU."""
-    return history.cpu()[~top_positions(scores, count)]
+    return history.cpu()[~top_positions(scores, count).cpu()]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from intentkv.protocols import Captured, KeyReader
-from intentkv.scoring import key_scores
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
 
@@ -38,10 +37,7 @@ class DecayedEnergy:
             n = min(end, past.shape[0])
             memory[:n] = math.exp(-self.decay) * past[:n]
         visible = live[(live >= prompt.system_end) & (live < end)]
-        for index, layer in enumerate(keys.layers):
-            memory[visible] += key_scores(
-                captured.queries[index], keys.keys(layer, visible), keys.scaling, "energy", captured.positions, visible
-            )
+        memory[visible] += keys.scores(captured.queries, visible, "energy", captured.positions)
         state.memory[_MEMORY] = memory
         state.scored_length = end
 
@@ -56,8 +52,5 @@ class DecayedEnergy:
         unseen = history[~seen]
         if unseen.numel():
             for window in (c for c in captured if c.span.role != "assistant"):
-                for index, layer in enumerate(keys.layers):
-                    key = keys.keys(layer, history)
-                    energy = key_scores(window.queries[index], key, keys.scaling, "energy", window.positions, history)
-                    scores[~seen] += energy[~seen]
+                scores[~seen] += keys.scores(window.queries, history, "energy", window.positions)[~seen]
         return scores

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from intentkv.protocols import Captured, KeyReader
-from intentkv.scoring import key_scores
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
 
@@ -40,10 +39,7 @@ class QueryMemoryRule:
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
-        total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
         memory = state.memory.get(_MEMORY)
         if memory is None:
-            return total
-        for index, layer in enumerate(keys.layers):
-            total += key_scores(memory[index][None], keys.keys(layer, history), keys.scaling, "mass")
-        return total
+            return torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+        return keys.scores(memory[:, None], history, "mass")

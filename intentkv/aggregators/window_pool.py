@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from intentkv.protocols import Captured, KeyReader
-from intentkv.scoring import key_scores
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
 
@@ -29,7 +28,5 @@ class WindowPool:
         if not history.numel():
             return total
         for window in captured:
-            for index, layer in enumerate(keys.layers):
-                key = keys.keys(layer, history)
-                total += key_scores(window.queries[index], key, keys.scaling, "mass", window.positions, history)
+            total += keys.scores(window.queries, history, "mass", window.positions)
         return torch.nn.functional.max_pool1d(total[None, None], self.pool, 1, self.pool // 2)[0, 0]

@@ -7,6 +7,7 @@ the trash row. Means are summed in float32 beside it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,8 +22,11 @@ class QueryBank:
     Storage is [L, rows + 1, H_q, D] in the model's dtype. A row is leased to at most one owner.
     """
 
-    def __init__(self, layers: range, rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, layers: Sequence[int], rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
         self.layers = layers
+        self._index = {layer: index for index, layer in enumerate(layers)}
         self.trash = rows
         self.storage = torch.zeros(len(layers), rows + 1, heads, dim, dtype=dtype, device=device)
         self._free = list(range(rows - 1, -1, -1))
@@ -38,9 +42,15 @@ class QueryBank:
     def release(self, rows: list[int]) -> None:
         self._free.extend(rows)
 
+    def index(self, layer: int) -> int | None:
+        """Place of ``layer`` in the bank, or None when it is not captured."""
+        return self._index.get(layer)
+
     def write(self, layer: int, rows: torch.Tensor, queries: torch.Tensor) -> None:
-        """Store ``queries`` ([n, H_q, D]) of ``layer`` in ``rows`` ([n] int64)."""
-        self.storage[layer - self.layers.start].index_copy_(0, rows, queries.to(self.storage.dtype))
+        """Store ``queries`` ([n, H_q, D]) of ``layer`` in ``rows`` ([n] int64); nothing for a layer that is not captured."""
+        index = self.index(layer)
+        if index is not None:
+            self.storage[index].index_copy_(0, rows, queries.to(self.storage.dtype))
 
     def read(self, rows: list[int]) -> torch.Tensor:
         """[L, n, H_q, D] float32."""
@@ -100,12 +110,14 @@ class MeanSum:
 
     def __init__(self, bank: QueryBank) -> None:
         shape = bank.storage.shape
-        self._start = bank.layers.start
+        self._bank = bank
         self._total = torch.zeros(shape[0], shape[2], shape[3], dtype=torch.float32, device=bank.storage.device)
         self.count = 0
 
     def add(self, layer: int, queries: torch.Tensor) -> None:
-        self._total[layer - self._start] += queries.float().sum(0)
+        index = self._bank.index(layer)
+        if index is not None:
+            self._total[index] += queries.float().sum(0)
 
     def captured(self, span: Span) -> Captured:
         empty = torch.empty(0, dtype=torch.int64, device=self._total.device)
@@ -133,8 +145,8 @@ class QueryTap:
         device = bank.storage.device
         self._bank = bank
         self._means = plan.means
-        self._tokens = torch.tensor(plan.tokens, dtype=torch.int64, device=device)
-        self._rows = torch.tensor(plan.rows, dtype=torch.int64, device=device)
+        self.targets = list(zip(plan.tokens, plan.rows, strict=True))
+        self._tokens, self._rows = torch.tensor([plan.tokens, plan.rows], dtype=torch.int64).to(device, non_blocking=True)
 
     def write(self, layer: int, queries: torch.Tensor) -> None:
         """Capture from ``queries`` ([tokens of the pass, H_q, D], post-RoPE) of ``layer``."""
@@ -142,3 +154,31 @@ class QueryTap:
             self._bank.write(layer, self._rows, queries[self._tokens])
         for total, start, end in self._means:
             total.add(layer, queries[start:end])
+
+
+class DecodeTap:
+    """Capture from inside a recorded decode graph: one static row number a lane.
+
+    The graph replays ``storage[row] = q`` for every lane; before each replay :meth:`aim` sets the rows. Lanes that capture nothing, padded
+    ones among them, write to the trash row.
+    """
+
+    def __init__(self, bank: QueryBank, lanes: int) -> None:
+        self._bank = bank
+        self._rows = torch.full((lanes,), bank.trash, dtype=torch.int64, device=bank.storage.device)
+        self._aimed = 0
+
+    def aim(self, tap: QueryTap | None) -> None:
+        """Set the rows for the next replay: those of ``tap`` (a decode pass: token index = lane), trash for all others."""
+        if tap is None and not self._aimed:
+            return
+        rows = torch.full((self._rows.shape[0],), self._bank.trash, dtype=torch.int64)
+        targets = tap.targets if tap is not None else []
+        for lane, row in targets:
+            rows[lane] = row
+        self._rows.copy_(rows, non_blocking=True)
+        self._aimed = len(targets)
+
+    def write(self, layer: int, queries: torch.Tensor) -> None:
+        """Record the capture of ``queries`` ([lanes of the graph, H_q, D]) of ``layer``."""
+        self._bank.write(layer, self._rows[: queries.shape[0]], queries)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -110,19 +110,28 @@ def request_token_ids(req: Any) -> list[int]:
     return list(req.origin_input_ids) + list(req.output_ids)
 
 
-def attention_shape(model: torch.nn.Module) -> tuple[int, int, float, float]:
-    """(query heads, head dim, scaling, logit cap) of the model's attention layers on this rank.
+class AttentionShape(NamedTuple):
+    """What all attention layers of a model have in common, on this rank."""
+
+    query_heads: int
+    dim: int
+    scaling: float
+
+
+def attention_shape(model: torch.nn.Module) -> AttentionShape:
+    """The shape of the model's attention layers.
 
     Raises:
-        ValueError: no attention layer, or layers that differ.
+        ValueError: no attention layer, layers that differ, or logit capping.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    shapes = {
-        (m.tp_q_head_num, m.qk_head_dim, float(m.scaling), float(m.logit_cap)) for m in model.modules() if isinstance(m, RadixAttention)
-    }
+    layers = [m for m in model.modules() if isinstance(m, RadixAttention)]
+    shapes = {AttentionShape(m.tp_q_head_num, m.qk_head_dim, float(m.scaling)) for m in layers}
     if len(shapes) != 1:
         raise ValueError(f"IntentKV needs a model whose attention layers are all alike, found {len(shapes)} kinds.")
+    if any(m.logit_cap for m in layers):
+        raise ValueError("IntentKV does not support models with attention logit capping.")
     return shapes.pop()
 
 

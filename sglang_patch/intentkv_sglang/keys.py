@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from intentkv.scoring import LayerwiseKeys, Reduction
 
-class PoolKeyReader:
-    """KeyReader over one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
 
-    def __init__(self, kv_pool: Any, slots: torch.Tensor, layers: range, scaling: float) -> None:
+class PoolKeys(LayerwiseKeys):
+    """Keys of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
+
+    def __init__(self, kv_pool: Any, slots: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
         self._kv_pool = kv_pool
         self._slots = slots
         self.layers = layers
@@ -20,3 +23,15 @@ class PoolKeyReader:
         """[n, H_kv, D] float32; ``positions`` ([n] int64) must be live."""
         keys: torch.Tensor = self._kv_pool.get_key_buffer(layer)[self._slots[positions]]
         return keys.float()
+
+    def scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """All layers at once in Triton on a GPU, layer by layer in torch elsewhere."""
+        if not positions.is_cuda or reduction == "max":
+            return super().scores(queries, positions, reduction, query_positions)
+        from intentkv.kernels.attention_scores import paged_key_scores
+
+        buffers = [self._kv_pool.get_key_buffer(layer) for layer in self.layers]
+        key_positions = positions if query_positions is not None else None
+        return paged_key_scores(queries, buffers, self._slots[positions], self.scaling, reduction, query_positions, key_positions)

@@ -13,11 +13,17 @@ from typing import Any
 import torch
 
 from intentkv.config import config_from_environment
+from intentkv.methods import build_method
 from intentkv_sglang import compat, guards
-from intentkv_sglang.live_view import BACKENDS, PASS_ATTRIBUTE, with_live_view
+from intentkv_sglang.capture import DecodeTap, QueryBank
+from intentkv_sglang.live_view import BACKENDS, PassChannel, ShadowRows, with_live_view
 
 _runtime: Any = None
 """The Runtime of this scheduler process, once its radix cache is built."""
+_channel = PassChannel()
+"""From the runtime to this process's attention backends."""
+_bank: QueryBank | None = None
+"""Made with the first attention backend, before any graph is recorded."""
 _exporter: Any = None
 """Publishes its metrics, when the server has any."""
 
@@ -32,7 +38,7 @@ def register() -> None:
     register_radix_cache_backend(compat.BACKEND_NAME, create_cache)
     _wrap_attention_backends()
     HookRegistry.register(compat.HOOK_POOL_INIT, _add_shadow_rows, HookType.AFTER)
-    HookRegistry.register(compat.HOOK_BATCH_INIT, _attach_pass, HookType.AFTER)
+    HookRegistry.register(compat.HOOK_BATCH_INIT, _begin_pass, HookType.AFTER)
     HookRegistry.register(compat.HOOK_SCHEDULER_INIT, _bind, HookType.AFTER)
     HookRegistry.register(compat.HOOK_BATCH_RESULT, _end_pass, HookType.AFTER)
     HookRegistry.register(compat.HOOK_CONTROL, _control, HookType.AROUND)
@@ -80,29 +86,44 @@ def _live_view_factory(name: str, stock: Callable[[Any], Any]) -> Callable[[Any]
         backend = cpu_attention.create_backend(runner) if on_plain_cpu else stock(runner)
         if not compat.plugin_selected():
             return backend
+        _make_bank(runner)
         pool = runner.req_to_token_pool
-        return with_live_view(backend, name, shadow_start=pool.req_to_token.shape[0] - pool.size)
+        return with_live_view(backend, name, ShadowRows(pool.req_to_token, pool.size), _channel)
 
     return create
 
 
+def _make_bank(runner: Any) -> None:
+    """Storage for captured queries; a graph records writes into it, so it must exist before the first recording."""
+    global _bank
+    if _bank is not None:
+        return
+    config = config_from_environment()
+    shape = compat.attention_shape(runner.model)
+    layers = compat.kv_layers(runner.token_to_kv_pool)[:: config.layer_stride]
+    device = runner.req_to_token_pool.req_to_token.device
+    _bank = QueryBank(layers, config.query_rows, shape.query_heads, shape.dim, runner.dtype, device)
+    if device.type == "cuda" and build_method(config.method, config).queries.decode:
+        _channel.decode_tap = DecodeTap(_bank, runner.req_to_token_pool.size)
+
+
 def _add_shadow_rows(result: None, pool: Any, *args: Any, **kwargs: Any) -> None:
-    """One shadow row for each request that can run: a batch never has more lanes. Backends take the tensor later."""
+    """A shadow row for each request row: row r (1..size) has its shadow at r + size. Backends take the tensor later."""
     if compat.plugin_selected():
         rows, context = pool.req_to_token.shape
         pool.req_to_token = torch.zeros((rows + pool.size, context), dtype=pool.req_to_token.dtype, device=pool.req_to_token.device)
 
 
-def _attach_pass(forward_batch: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+def _begin_pass(forward_batch: Any, cls: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
     if _runtime is not None:
-        setattr(forward_batch, PASS_ATTRIBUTE, _runtime.begin_pass(batch))
+        _runtime.begin_pass(batch)
 
 
 def _bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     global _exporter
     if _runtime is None:
         return
-    _runtime.bind(scheduler)
+    _runtime.bind(scheduler, _bank, _channel)
     if scheduler.server_args.enable_metrics and scheduler.tp_group.rank_in_group == 0:
         from intentkv_sglang.exporter import Exporter
 

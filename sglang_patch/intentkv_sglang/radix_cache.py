@@ -27,7 +27,8 @@ class PathNode(NamedTuple):
 
 
 class CacheEvent(NamedTuple):
-    """A request reached the tree: ``checkpoint`` after its prefill, ``finish`` at its end, ``drop`` when it left without inserting."""
+    """A request reached the tree: ``chunk`` within its prefill, ``checkpoint`` after it, ``finish`` at its end, ``drop`` when it left
+    without inserting."""
 
     kind: str
     req: Any
@@ -38,7 +39,7 @@ class IntegrityError(RuntimeError):
     """An invariant of the slot map or its ledgers does not hold; the message names every term."""
 
 
-class IntentKVRadixCache(UnifiedRadixCache):  # type: ignore[misc]
+class IntentKVRadixCache(UnifiedRadixCache):
     """Unified radix cache whose nodes may hold dead positions.
 
     ``on_event`` is called at every checkpoint and finish, inside SGLang's own call; the listener must only take a note.
@@ -66,8 +67,8 @@ class IntentKVRadixCache(UnifiedRadixCache):  # type: ignore[misc]
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False, **kwargs: Any) -> None:
         super().cache_unfinished_req(req, chunked=chunked, **kwargs)
-        if not chunked and self.on_event is not None:
-            self.on_event(CacheEvent("checkpoint", req, req.last_node))
+        if self.on_event is not None:
+            self.on_event(CacheEvent("chunk" if chunked else "checkpoint", req, req.last_node))
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, **kwargs: Any) -> None:
         super().cache_finished_req(req, is_insert=is_insert, **kwargs)

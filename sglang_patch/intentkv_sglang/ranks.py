@@ -24,20 +24,34 @@ class RankGroup:
         return cls(group.world_size, group.rank_in_group, group.cpu_group)
 
     def agree(self, select: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
-        """Sum ``scores`` ([n] float32, this rank's heads) over ranks on the CPU, let rank 0 ``select``, and share its answer.
+        """Sum ``scores`` ([n] float32, this rank's heads) over ranks on the CPU, let rank 0 ``select`` from the sum, share its answer.
 
         Returns:
-            Rank 0's selection: [m] int64 on the CPU.
+            Rank 0's mask, [n] bool; on the scores' device when there is one rank.
         """
         if self.size == 1:
             return select(scores)
         total = scores.detach().cpu()
         dist.all_reduce(total, group=self.cpu_group)
-        chosen = select(total) if self.rank == 0 else torch.empty(0, dtype=torch.int64)
-        count = torch.tensor([chosen.numel()])
-        source = dist.get_global_rank(self.cpu_group, 0)
-        dist.broadcast(count, source, group=self.cpu_group)
-        if self.rank != 0:
-            chosen = torch.empty(int(count), dtype=torch.int64)
-        dist.broadcast(chosen, source, group=self.cpu_group)
-        return chosen
+        mask = select(total) if self.rank == 0 else torch.empty(total.shape[0], dtype=torch.bool)
+        dist.broadcast(mask, dist.get_global_rank(self.cpu_group, 0), group=self.cpu_group)
+        return mask
+
+
+class HostCopy:
+    """A small tensor on its way to the host; the copy runs while the scheduler goes on."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> torch.Tensor:
+        """The values on the CPU; blocks only while the copy is under way."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host

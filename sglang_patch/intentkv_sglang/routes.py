@@ -37,7 +37,7 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
-    @app.get("/intentkv/status")
+    @app.get("/intentkv/status")  # type: ignore[untyped-decorator]
     async def intentkv_status(session: str | None = None) -> dict[str, Any]:
         """Method, pool in live units, counters and sessions; with ``session``, that session's dead spans."""
         command = DumperControlReqInput(method=STATUS_COMMAND, body={"session": session})

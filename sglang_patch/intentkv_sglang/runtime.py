@@ -6,7 +6,7 @@ session, score, select, prune. Method-agnostic: everything a method decides come
 
 from __future__ import annotations
 
-import logging
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +19,8 @@ from intentkv.budgets import FixedTokens, HistoryRatio
 from intentkv.config import Config, RequestOptions, parse_request_options
 from intentkv.methods import Method, build_method
 from intentkv.protocols import Budget, Captured, Trigger
-from intentkv.selection import select_dead
+from intentkv.kernels.compact import DEAD_SLOT
+from intentkv.selection import top_positions
 from intentkv.sessions import SessionState, SessionStore
 from intentkv.spans import Prompt, PromptParser, Span
 from intentkv.triggers import OverTarget
@@ -27,12 +28,10 @@ from intentkv_sglang import compat
 from intentkv_sglang.capture import CapturePlan, MeanSum, QueryBank, QueryTap, RowLease
 from intentkv_sglang.figures import Figures
 from intentkv_sglang.identity import SessionResolver
-from intentkv_sglang.keys import PoolKeyReader
-from intentkv_sglang.live_view import LanePass
+from intentkv_sglang.keys import PoolKeys
+from intentkv_sglang.live_view import Lane, LanePass, PassChannel
 from intentkv_sglang.radix_cache import CacheEvent, IntentKVRadixCache
-from intentkv_sglang.ranks import RankGroup
-
-logger = logging.getLogger(__name__)
+from intentkv_sglang.ranks import HostCopy, RankGroup
 
 
 @dataclass
@@ -66,6 +65,8 @@ class RunningRequest:
     turn: RowLease | None = None
     """Queries of the turn being generated."""
     prefilled: bool = False
+    version: int = 0
+    """Of the entries in its row's tree-owned prefix; see live_view.Lane."""
 
     def captured(self) -> list[Captured]:
         """Queries of the prompt's spans, in order of position."""
@@ -90,6 +91,21 @@ def _sampled(start: int, end: int, limit: int) -> frozenset[int]:
     return frozenset(range(end - 1, start - 1, -stride))
 
 
+@dataclass
+class PendingPrune:
+    """An eviction whose scores are under way to the host."""
+
+    request: RunningRequest
+    node_id: int
+    candidates: torch.Tensor
+    """[n] int64 positions on the CPU, ascending."""
+    kept: HostCopy
+    n_forced: int
+    target: int
+    seconds: float
+    """Host time so far."""
+
+
 class Runtime:
     """One per scheduler process, made by the radix factory and completed by :meth:`bind` when the scheduler is ready."""
 
@@ -103,41 +119,43 @@ class Runtime:
         self._admitted: dict[str, Any] = {}
         """Every request that holds a row, health checks included."""
         self._events: list[CacheEvent] = []
+        self._pending: list[PendingPrune] = []
+        self._versions = itertools.count(1)
         self.prune_durations: list[float] = []
         """Seconds of the events since the exporter last looked."""
         cache.on_event = self._note
         cache.on_reset = self._forget
 
-    def bind(self, scheduler: Any) -> None:
+    def bind(self, scheduler: Any, bank: QueryBank, channel: PassChannel) -> None:
         """Attach to the scheduler's model, pools and tokenizer; called once, before the first request."""
         runner = scheduler.tp_worker.model_runner
-        heads, dim, self._scaling, cap = compat.attention_shape(runner.model)
-        if cap:
-            raise ValueError("IntentKV does not support models with attention logit capping.")
+        self._scaling = compat.attention_shape(runner.model).scaling
         self._kv_pool = runner.token_to_kv_pool
         self._rows = runner.req_to_token_pool
-        self._layers = compat.kv_layers(self._kv_pool)
-        self._bank = QueryBank(self._layers, self.config.query_rows, heads, dim, runner.dtype, self._rows.device)
+        self._bank = bank
+        self._channel = channel
         self._parser = PromptParser(scheduler.tokenizer)
         self._ranks = RankGroup.of(scheduler)
+        self._deferred = self._rows.req_to_token.is_cuda
+        """On a GPU an eviction is committed one pass after it was scored: nobody waits for the device."""
 
     # ---- Before a pass ----
 
-    def begin_pass(self, batch: Any) -> LanePass | None:
-        """Side channel for a forward pass over ScheduleBatch ``batch``: dead counts and the capture plan of its lanes."""
-        if not batch.reqs:
-            return None
+    def begin_pass(self, batch: Any) -> None:
+        """Tell attention about the forward pass over ScheduleBatch ``batch``: its lanes' dead counts and what to capture."""
         plan = CapturePlan()
-        n_dead = []
+        lanes = []
         token = 0
         for req, (start, end) in zip(batch.reqs, _computed_positions(batch), strict=True):
             self._admitted[req.rid] = req
-            n_dead.append(self.cache.n_dead(req.last_node) if req.last_node is not None else 0)
+            n_dead = self.cache.n_dead(req.last_node)
             request = self._open(req, start) if not compat.is_health_check(req.rid) else None
             if request is not None:
                 self._plan(plan, request, start, end, token)
+            version = request.version if request is not None else -1
+            lanes.append(Lane(req.req_pool_idx, start, end, n_dead, version))
             token += end - start
-        return LanePass(n_dead, QueryTap(self._bank, plan) if plan else None)
+        self._channel.current = LanePass(lanes, QueryTap(self._bank, plan) if plan else None) if lanes else None
 
     def _open(self, req: Any, cached: int) -> RunningRequest:
         request = self._running.get(req.rid)
@@ -154,7 +172,7 @@ class Runtime:
         figures.session_key = state.key
         self.cache.add_owner(req.last_node, state.key)
         method, budget, trigger = self._compose(_options(req))
-        request = RunningRequest(req, method, budget, trigger, prompt, state, figures)
+        request = RunningRequest(req, method, budget, trigger, prompt, state, figures, version=next(self._versions))
         dead = self.cache.n_dead(req.last_node)
         if figures.admitted(cached, dead):
             self.counters.prompt_tokens += prompt.length
@@ -214,12 +232,17 @@ class Runtime:
     # ---- Notes taken inside SGLang's calls ----
 
     def _note(self, event: CacheEvent) -> None:
-        if event.kind != "checkpoint":
+        if event.kind in ("finish", "drop"):
             self._admitted.pop(event.req.rid, None)
         request = self._running.get(event.req.rid)
         if request is None or request.req is not event.req:
             return
+        # SGLang may have repointed the row to slots the tree had already.
+        request.version = next(self._versions)
+        if event.kind == "chunk":
+            return
         if event.kind == "drop":
+            self._pending = [p for p in self._pending if p.request is not request]
             self._close(request)
             return
         # At once and not when the event is handled: another request's event must already see the path as shared.
@@ -233,12 +256,16 @@ class Runtime:
         self._running.clear()
         self._admitted.clear()
         self._events.clear()
+        self._pending.clear()
         self.sessions.clear()
 
     # ---- After a batch result ----
 
     def end_pass(self) -> None:
         """Handle what the batch result brought: outside SGLang's free groups, before the next batch is built."""
+        pending, self._pending = self._pending, []
+        for prune in pending:
+            self._commit(prune)
         events, self._events = self._events, []
         for event in events:
             request = self._running.get(event.req.rid)
@@ -253,7 +280,7 @@ class Runtime:
                     self._after_prefill(request, event.node_id, running=False)
                 self._after_turn(request, event.node_id)
             self._close(request)
-        if events and self.config.debug:
+        if (events or pending) and self.config.debug:
             self.check_rows()
 
     def _close(self, request: RunningRequest) -> None:
@@ -287,13 +314,13 @@ class Runtime:
                 aggregator.absorb(request.state, captured, keys, live, request.prompt)
         self._book(request, node_id)
 
-    def _keys(self, node_id: int) -> tuple[PoolKeyReader, torch.Tensor]:
+    def _keys(self, node_id: int) -> tuple[PoolKeys, torch.Tensor]:
         slots = self.cache.path_slots(node_id)
         live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten().to(slots.device, non_blocking=True)
-        return PoolKeyReader(self._kv_pool, slots, self._layers, self._scaling), live
+        return PoolKeys(self._kv_pool, slots, self._bank.layers, self._scaling), live
 
     def _maybe_prune(
-        self, request: RunningRequest, node_id: int, keys: PoolKeyReader, captured: list[Captured], running: bool, started: float
+        self, request: RunningRequest, node_id: int, keys: PoolKeys, captured: list[Captured], running: bool, started: float
     ) -> None:
         aggregator, prompt = request.method.aggregator, request.prompt
         assert aggregator is not None
@@ -316,33 +343,46 @@ class Runtime:
             self.counters.declined["budget_below_forced_keep"] += 1
         history = candidates.to(self.cache.tree_core.device, non_blocking=True)
         scores = aggregator.score(request.state, history, captured, keys, prompt)
-        evicted = self._ranks.agree(lambda s: select_dead(s, candidates, keep), scores)
-        if evicted.numel():
-            self._prune(request, node_id, evicted, running)
-        request.figures.evicted(evicted.numel(), n_forced, target)
-        seconds = time.perf_counter() - started
-        self.counters.prune_seconds += seconds
-        self.prune_durations.append(seconds)
+        kept = self._ranks.agree(lambda total: top_positions(total, keep), scores)
+        prune = PendingPrune(request, node_id, candidates, HostCopy(kept), n_forced, target, time.perf_counter() - started)
+        if self._deferred and running:
+            self._pending.append(prune)
+        else:
+            self._commit(prune)
 
-    def _prune(self, request: RunningRequest, node_id: int, evicted: torch.Tensor, running: bool) -> None:
+    def _commit(self, prune: PendingPrune) -> None:
         """Redirect, then free.
 
         Interval [0, cache_protected_len) of the request's row belongs to the tree: its nodes own those slots, the row only names
         them. Everything evicted lies in there, so the request's own frees, which start at cache_protected_len, never meet it.
         """
-        req = request.req
-        if running and int(evicted[-1]) >= req.cache_protected_len:
-            raise RuntimeError(f"position {int(evicted[-1])} is not tree-owned: only {req.cache_protected_len} positions are")
-        slots = self.cache.prune(node_id, evicted)
-        if running:
-            row = self._rows.req_to_token[req.req_pool_idx]
-            row[evicted.to(row.device, non_blocking=True)] = 0
-            req.prefix_indices = self.cache.path_slots(node_id)
-        self.cache.free_slots(slots)
-        self.counters.prune_events += 1
-        self.counters.pruned_tokens += evicted.numel()
-        self.counters.freed_slots += slots.numel()
-        request.state.pruned_tokens += evicted.numel()
+        started = time.perf_counter()
+        request, req = prune.request, prune.request.req
+        if not self.cache.has_node(prune.node_id):
+            return
+        running = req.kv is not None
+        evicted = prune.candidates[~prune.kept.wait()]
+        # Another request may have come to share or lock a node since the scores were taken.
+        evicted = evicted[self.cache.prunable_mask(prune.node_id, request.state.key, locks=int(running))[evicted]]
+        if evicted.numel():
+            if running and int(evicted[-1]) >= req.cache_protected_len:
+                raise RuntimeError(f"position {int(evicted[-1])} is not tree-owned: only {req.cache_protected_len} positions are")
+            slots = self.cache.prune(prune.node_id, evicted)
+            if running:
+                row = self._rows.req_to_token[req.req_pool_idx]
+                row[evicted.to(row.device, non_blocking=True)] = DEAD_SLOT
+                req.prefix_indices = self.cache.path_slots(req.last_node)
+                request.version = next(self._versions)
+            self.cache.free_slots(slots)
+            self.counters.prune_events += 1
+            self.counters.pruned_tokens += evicted.numel()
+            self.counters.freed_slots += evicted.numel()
+            request.state.pruned_tokens += evicted.numel()
+        request.figures.evicted(evicted.numel(), prune.n_forced, prune.target)
+        self._book(request, req.last_node)
+        seconds = prune.seconds + time.perf_counter() - started
+        self.counters.prune_seconds += seconds
+        self.prune_durations.append(seconds)
 
     def _book(self, request: RunningRequest, node_id: int) -> None:
         dead = self.cache.n_dead(node_id)

@@ -44,7 +44,7 @@ def node_tag(node: Any) -> NodeTag:
     return tag
 
 
-class IntentKVFullComponent(FullComponent):  # type: ignore[misc]
+class IntentKVFullComponent(FullComponent):
     """FullComponent whose evictable and protected sizes count live slots."""
 
     def __init__(self, cache: Any, params: Any) -> None:
@@ -118,7 +118,7 @@ class IntentKVFullComponent(FullComponent):  # type: ignore[misc]
         data = node.component_data[self.component_type]
         tag = node_tag(node)
         index = offsets.to(data.value.device, non_blocking=True)
-        slots = data.value[index]
+        slots: torch.Tensor = data.value[index]
         value = data.value.clone()
         value[index] = DEAD_SLOT
         data.value = value

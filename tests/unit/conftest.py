@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from intentkv.protocols import Captured, CaptureRequest
+from intentkv.scoring import LayerwiseKeys
 from intentkv.spans import Span
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ LAYERS = (1, 3)
 
 
 @dataclass
-class FakeRequest:
+class FakeRequest(LayerwiseKeys):
     """Post-RoPE keys and queries of ``length`` positions; a ``KeyReader`` that refuses to read evicted ones."""
 
     length: int
