@@ -22,4 +22,4 @@ class HistoryRatio:
     ratio: float
 
     def keep_count(self, n_history: int, n_forced: int) -> int:
-        return min(n_history, max(1, int(self.ratio * n_history)))
+        return min(n_history, max(1, round(self.ratio * n_history)))

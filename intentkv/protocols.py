@@ -21,6 +21,11 @@ from intentkv.spans import Prompt, Span
 class KeyReader(Protocol):
     """Post-RoPE keys of one request, scored by logical position. Only live positions may be asked for."""
 
+    @property
+    def live(self) -> torch.Tensor:
+        """[n] int64, all live positions, ascending."""
+        ...
+
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -19,7 +19,8 @@ done
 
 say "pytest $*"
 status=0
-"$VENV/bin/python" -m pytest "$@" || status=$?
+# Warnings of SWIG modules come at interpreter exit, behind pytest's closing line, which is to be the last.
+"$VENV/bin/python" -W "ignore:builtin type:DeprecationWarning" -m pytest "$@" || status=$?
 if ((status == 0 && ${#failed[@]} > 0)); then
   status=1
 fi

@@ -290,18 +290,13 @@ def summarise(rows: Sequence[Row], wanted: Sequence[Arm], seed: int) -> list[Arm
 
 
 def _table(summaries: Sequence[ArmSummary]) -> Table:
-    table = Table("method", "kept", "n", "failed", "ΔNLL [95 %]", "top-1 [95 %]", "live", "dead")
+    table = Table(box=None)
+    for column in ("method", "kept", "n", "ΔNLL [95 %]", "top-1 [95 %]", "live"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for arm in sorted(summaries, key=lambda s: (-(s.ratio or 1), s.dnll.mean if s.dnll else float("inf"))):
         kept = "all" if arm.ratio is None else f"{arm.ratio:.0%}"
         table.add_row(
-            arm.method,
-            kept,
-            str(arm.n),
-            str(arm.failed),
-            _shown(arm.dnll, "+.3f"),
-            _shown(arm.top1, ".3f"),
-            f"{arm.live:.0f}",
-            f"{arm.dead:.0f}",
+            arm.method, kept, f"{arm.n} of {arm.n + arm.failed}", _shown(arm.dnll, "+.3f"), _shown(arm.top1, ".3f"), f"{arm.live:.0f}"
         )
     return table
 

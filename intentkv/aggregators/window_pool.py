@@ -14,7 +14,10 @@ from intentkv.spans import Prompt
 
 @dataclass(frozen=True)
 class WindowPool:
-    """Attention mass of the window's queries, summed over layers and heads, then max-pooled over ``pool`` neighbouring positions."""
+    """Attention mass of the window's queries, summed over layers and heads, then max-pooled over ``pool`` neighbouring live positions.
+
+    The softmax runs over all live positions a query sees, as in the model; one keep-set serves all layers and heads.
+    """
 
     pool: int
 
@@ -24,9 +27,11 @@ class WindowPool:
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
-        total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
         if not history.numel():
-            return total
+            return torch.zeros(0, dtype=torch.float32, device=history.device)
+        live = keys.live
+        total = torch.zeros(live.shape[0], dtype=torch.float32, device=history.device)
         for window in captured:
-            total += keys.scores(window.queries, history, "mass", window.positions)
-        return torch.nn.functional.max_pool1d(total[None, None], self.pool, 1, self.pool // 2)[0, 0]
+            total += keys.scores(window.queries, live, "mass", window.positions)
+        pooled = torch.nn.functional.max_pool1d(total[None, None], self.pool, 1, self.pool // 2)[0, 0]
+        return pooled[torch.searchsorted(live, history)]

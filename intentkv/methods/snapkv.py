@@ -11,4 +11,6 @@ SOURCE = "SnapKV, arXiv 2404.14469, section 4"
 
 
 def build(config: Config) -> Method:
-    return Method(ObservationWindow(config.window), WindowPool(config.pool), ForcedKeep(sinks=config.sinks, recent=config.recent))
+    # the window itself always stays, as published
+    forced = ForcedKeep(sinks=config.sinks, recent=max(config.window, config.recent))
+    return Method(ObservationWindow(config.window), WindowPool(config.pool), forced)

@@ -13,9 +13,11 @@ from intentkv.scoring import LayerwiseKeys, Reduction
 class PoolKeys(LayerwiseKeys):
     """Keys of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
 
-    def __init__(self, kv_pool: Any, slots: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
+    def __init__(self, kv_pool: Any, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
+        """``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64, its live positions."""
         self._kv_pool = kv_pool
         self._slots = slots
+        self.live = live
         self.layers = layers
         self.scaling = scaling
 

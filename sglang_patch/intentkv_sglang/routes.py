@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from intentkv.config import parse_request_options
+from intentkv.config import ConfigError, parse_request_options
 from intentkv_sglang.compat import BACKEND_NAME
 from intentkv_sglang.status import STATUS_COMMAND
 
@@ -22,7 +22,10 @@ def validate_request(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
         ConfigError: a ValueError, which SGLang answers with a 400 for this request.
     """
     params = obj.sampling_params.get("custom_params") if isinstance(getattr(obj, "sampling_params", None), dict) else None
-    if not isinstance(params, dict) or params.get(BACKEND_NAME) is None:
+    if params is not None and not isinstance(params, dict):
+        # SGLang would pass it on, and the scheduler, which looks our options up in it, would die of it.
+        raise ConfigError(f"custom_params must be a JSON object, got {type(params).__name__}.")
+    if params is None or params.get(BACKEND_NAME) is None:
         return
     options = parse_request_options(params[BACKEND_NAME])
     text = json.dumps(options.model_dump(exclude_none=True, exclude_defaults=True))

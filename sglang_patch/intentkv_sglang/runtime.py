@@ -295,7 +295,8 @@ class Runtime:
         state.turns += 1
         if aggregator is not None:
             started = time.perf_counter()
-            keys, live = self._keys(node_id)
+            keys = self._keys(node_id)
+            live = keys.live
             captured = request.captured()
             for part in captured:
                 aggregator.absorb(state, part, keys, live[live < part.span.end], request.prompt)
@@ -306,18 +307,18 @@ class Runtime:
     def _after_turn(self, request: RunningRequest, node_id: int) -> None:
         """Fold the queries of the turn that was just generated into the session's memory."""
         aggregator, turn = request.method.aggregator, request.turn
-        keys, live = self._keys(node_id)
-        end = int(live[-1]) + 1 if live.numel() else 0
+        end = self.cache.path_length(node_id)
         if aggregator is not None and turn is not None and end > request.prompt.length:
+            keys = self._keys(node_id)
             captured = turn.captured(Span("assistant", request.prompt.generation_start, end))
             if captured.positions.numel():
-                aggregator.absorb(request.state, captured, keys, live, request.prompt)
+                aggregator.absorb(request.state, captured, keys, keys.live, request.prompt)
         self._book(request, node_id)
 
-    def _keys(self, node_id: int) -> tuple[PoolKeys, torch.Tensor]:
+    def _keys(self, node_id: int) -> PoolKeys:
         slots = self.cache.path_slots(node_id)
         live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten().to(slots.device, non_blocking=True)
-        return PoolKeys(self._kv_pool, slots, self._bank.layers, self._scaling), live
+        return PoolKeys(self._kv_pool, slots, live, self._bank.layers, self._scaling)
 
     def _maybe_prune(
         self, request: RunningRequest, node_id: int, keys: PoolKeys, captured: list[Captured], running: bool, started: float

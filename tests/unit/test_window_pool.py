@@ -27,24 +27,26 @@ pytestmark = pytest.mark.unit
     data=st.data(),
 )
 def test_pooled_mass(fake_request, dense, length, size, pool, seed, data):
-    """Any history, also one that overlaps the window.
+    """Any history, also one that overlaps the window, on a prompt with evicted positions.
 
     Catches: the window attending to keys behind its queries, pooling shifted by one, a border that wraps or pads with values.
     """
-    request = fake_request(length, seed=seed)
+    dead = data.draw(st.sets(st.integers(0, length - 1), max_size=length - 1))
+    request = fake_request(length, seed=seed, dead=dead)
     prompt = Prompt(length, (Span("user", 0, length),), length, True)
-    chosen = data.draw(st.lists(st.integers(0, length - 1), min_size=1, unique=True).map(sorted))
-    history = torch.tensor(chosen)
+    live = [p for p in range(length) if p not in dead]
+    history = torch.tensor(data.draw(st.lists(st.sampled_from(live), min_size=1, unique=True).map(sorted)))
     window = torch.arange(max(0, length - size), length)
-    mass = torch.zeros(len(chosen), dtype=torch.float64)
+    mass = torch.zeros(len(live), dtype=torch.float64)
     for layer in range(2):
-        keys, queries = request.all_keys[layer, history], request.all_queries[layer, window]
-        mass += dense(queries, keys, request.scaling, window, history).sum((0, 1))
+        keys, queries = request.all_keys[layer, live], request.all_queries[layer, window]
+        mass += dense(queries, keys, request.scaling, window, torch.tensor(live)).sum((0, 1))
     reach = pool // 2
-    expected = [max(mass.tolist()[max(0, i - reach) : i + reach + 1]) for i in range(len(chosen))]
+    pooled = {p: max(mass.tolist()[max(0, i - reach) : i + reach + 1]) for i, p in enumerate(live)}
     captured = [request.capture(observation_window(prompt, size))]
     scores = WindowPool(pool).score(SessionState("s"), history, captured, request, prompt)
-    torch.testing.assert_close(scores.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-6)
+    expected = torch.tensor([pooled[p] for p in history.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_no_memory_between_turns(fake_request):

@@ -36,8 +36,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from intentkv.config import Config, load_config  # noqa: E402
+from intentkv_sglang.capture import QueryBank  # noqa: E402
 from intentkv_sglang.cpu_attention import NewRowsAttnBackend  # noqa: E402
-from intentkv_sglang.live_view import PASS_ATTRIBUTE, LanePass, with_live_view  # noqa: E402
+from intentkv_sglang.live_view import Lane, LanePass, PassChannel, ShadowRows, with_live_view  # noqa: E402
 from intentkv_sglang.plugin import _add_shadow_rows  # noqa: E402
 from intentkv_sglang.radix_cache import IntentKVRadixCache  # noqa: E402
 from intentkv_sglang.runtime import Runtime  # noqa: E402
@@ -155,7 +156,7 @@ class Engine:
         self.attention = [RadixAttention(Q_HEADS, DIM, DIM**-0.5, KV_HEADS, layer) for layer in LAYERS]
         self.runtime: Runtime | None = None
         self.running: list[Req] = []
-        self.passes: list[LanePass | None] = []
+        self.passes: list[LanePass] = []
         self._outputs: dict[str, Sequence[int]] = {}
         self._chunked: set[str] = set()
         runner = SimpleNamespace(
@@ -165,17 +166,20 @@ class Engine:
             token_to_kv_pool=self.kv,
             dtype=torch.float32,
         )
-        self.backend = with_live_view(NewRowsAttnBackend(runner), "torch_native", shadow_start=rows + 1)
+        self.channel = PassChannel()
+        shadows = ShadowRows(self.rows.req_to_token, self.rows.size)
+        self.backend = with_live_view(NewRowsAttnBackend(runner), "torch_native", shadows, self.channel)
         self._runner = runner
 
-    def start_runtime(self, tokenizer: object = None, **options: object) -> Runtime:
-        """Attach the plugin's runtime with a configuration of ``options``."""
+    def start_runtime(self, tokenizer: object = None, deferred: bool = False, **options: object) -> Runtime:
+        """Attach the plugin's runtime with a configuration of ``options``; ``deferred`` commits evictions one pass later, as on a GPU."""
         config: Config = load_config(**{"debug": True, "hysteresis": 0} | options)
         self.runtime = Runtime(config, self.cache)
+        self.bank = QueryBank(LAYERS[:: config.layer_stride], config.query_rows, Q_HEADS, DIM, torch.float32, "cpu")
         group = SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
-        self.runtime.bind(
-            SimpleNamespace(tp_worker=SimpleNamespace(model_runner=self._runner), tokenizer=tokenizer, tp_group=group)
-        )
+        scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=self._runner), tokenizer=tokenizer, tp_group=group)
+        self.runtime.bind(scheduler, self.bank, self.channel)
+        self.runtime._deferred = deferred
         return self.runtime
 
     # ---- The scheduler's steps ----
@@ -306,14 +310,19 @@ class Engine:
 
     def _forward(self, batch: Batch) -> None:
         """Attention of every layer; each output is compared with dense attention over the positions whose row entry is not dead."""
-        lane_pass = self.runtime.begin_pass(batch) if self.runtime is not None else self._lane_pass(batch)
-        self.passes.append(lane_pass)
-        forward_batch = batch.forward_batch()
-        setattr(forward_batch, PASS_ATTRIBUTE, lane_pass)
         spans = []
         for lane, (req, end) in enumerate(zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)):
             tokens = (req.origin_input_ids + req.output_ids)[:end]
             spans.append((tokens, end - 1 if batch.prefix_lens is None else batch.prefix_lens[lane]))
+        if self.runtime is not None:
+            self.runtime.begin_pass(batch)
+        else:
+            lanes = zip(batch.reqs, spans, strict=True)
+            self.channel.current = LanePass(
+                [Lane(r.req_pool_idx, start, len(tokens), self.cache.n_dead(r.last_node)) for r, (tokens, start) in lanes]
+            )
+        self.passes.append(self.channel.current)
+        forward_batch = batch.forward_batch()
         new = {w: torch.cat([self.tables.read(w, tokens[start:], start) for tokens, start in spans], dim=1) for w in "qkv"}
         self.backend.init_forward_metadata(forward_batch)
         for index, layer in enumerate(self.attention):
@@ -323,9 +332,6 @@ class Engine:
                 expected = self._attention(index, tokens, start, self.rows.req_to_token[req.req_pool_idx, : len(tokens)] == 0)
                 torch.testing.assert_close(out[: len(expected)].double(), expected, rtol=1e-4, atol=1e-4)
                 out = out[len(expected) :]
-
-    def _lane_pass(self, batch: Batch) -> LanePass:
-        return LanePass([self.cache.n_dead(req.last_node) for req in batch.reqs])
 
     def _attention(self, index: int, tokens: Sequence[int], start: int, dead: torch.Tensor) -> torch.Tensor:
         """[n, H_q, D] float64 of the tokens from ``start`` on: causal attention over all positions, dead ones masked to -inf."""

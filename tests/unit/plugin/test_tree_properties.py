@@ -413,7 +413,7 @@ def test_reset_tells_the_listener_once_the_tree_is_gone(engine, chain):
 
 
 def test_events_name_the_node_that_holds_the_request(engine):
-    """A chunk in the middle is no checkpoint: its queries are not complete. A retraction is a drop."""
+    """A chunk in the middle is no checkpoint: its queries are not complete. A retraction is a drop, and so is an abort in mid-prefill."""
     seen = []
     engine.cache.on_event = lambda event: seen.append((event.kind, event.req.rid, engine.cache.path_length(event.node_id)))
     req = engine.request("r", range(10), output=[5, 6, 7])
@@ -421,7 +421,10 @@ def test_events_name_the_node_that_holds_the_request(engine):
     engine.decode(req)
     engine.retract(req)
     engine.prefill(req)
-    assert seen == [("checkpoint", "r", 10), ("drop", "r", 10), ("finish", "r", 12)]
+    engine.extend(other := engine.request("other", range(20, 30)), chunk=4)
+    engine.abort(other)
+    chunks = [("chunk", "r", 4), ("chunk", "r", 8)]
+    assert seen == [*chunks, ("checkpoint", "r", 10), ("drop", "r", 10), ("finish", "r", 12), ("drop", "other", 0)]
 
 
 # ---- The cache's own check must notice ----
