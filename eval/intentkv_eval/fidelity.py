@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import statistics
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -27,12 +25,12 @@ from typer.core import TyperCommand
 from intentkv.cli import OneLineErrors
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
 from intentkv.methods import method_names
-from intentkv.spans import Span
+from intentkv_eval.cases import Case, Settings, find_cases
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body, plugin_figures
-from intentkv_eval.conversation import Conversation, choose_template, encode
+from intentkv_eval.intervals import Interval, bootstrap
 from intentkv_eval.provenance import Provenance, collect
 from intentkv_eval.server import ServerError, running_server
-from intentkv_eval.trajectories import Dataset, Trajectory, load_dataset
+from intentkv_eval.trajectories import Dataset, load_dataset
 from intentkv_eval.turns import OK
 
 ROWS_FILE = "rows.jsonl"
@@ -40,66 +38,6 @@ SETTINGS_FILE = "settings.json"
 SUMMARY_FILE = "summary.json"
 FULL = "full"
 _RATIOS = (0.1, 0.25)
-_RESAMPLES = 10_000
-
-
-class Settings(BaseModel):
-    """What makes rows of one folder comparable; a folder is continued only under equal settings."""
-
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    dataset_sha256: str
-    per_source: int
-    tools: bool
-    window: int = 5200
-    """Only messages that fit these first tokens of a trajectory are used."""
-    least_window: int = 3500
-    """Trajectories whose window is shorter are left out."""
-    least_cut: int = 2500
-    least_history: int = 500
-    """Tokens between the system prefix and the newest message before the cut: what a method chooses from."""
-    least_future: int = 150
-    """Recorded assistant tokens behind the cut."""
-    future: int = 320
-    """Tokens read behind the cut, at most."""
-
-
-class Case(NamedTuple):
-    """One trajectory, cut: ``ids[:cut]`` is the history, ``ids[cut:]`` is read teacher-forced."""
-
-    trajectory: Trajectory
-    ids: list[int]
-    cut: int
-    scored: list[int]
-    """Offsets behind the cut, from 1, of recorded assistant tokens, their template markers included."""
-
-
-def find_cut(trajectory: Trajectory, conversation: Conversation, settings: Settings) -> Case | None:
-    """The last cut behind a tool or user message that leaves enough assistant text, or None."""
-    spans = [span for span in conversation.spans if span.end <= settings.window]
-    if not spans or spans[-1].end < settings.least_window:
-        return None
-    system_end = spans[0].end if spans[0].role == "system" else 0
-    assistant = 0
-    for number in range(len(spans) - 1, 1, -1):
-        if spans[number].role == "assistant":
-            assistant += len(spans[number])
-        newest = spans[number - 1]
-        if (
-            newest.role in ("tool", "user")
-            and assistant >= settings.least_future
-            and newest.end > settings.least_cut
-            and newest.start - system_end >= settings.least_history
-        ):
-            end = min(newest.end + settings.future, spans[-1].end)
-            return Case(trajectory, conversation.ids[:end], newest.end, _scored(spans[number:], newest.end, end))
-    return None
-
-
-def _scored(spans: Sequence[Span], cut: int, end: int) -> list[int]:
-    # the token right behind the cut is predicted by the history's last position, which is cached and gives no logits
-    return [p - cut for span in spans if span.role == "assistant" for p in range(max(span.start, cut + 1), min(span.end, end))]
 
 
 class Reading(NamedTuple):
@@ -230,13 +168,6 @@ async def run_case(client: ServerClient, case: Case, wanted: Sequence[Arm], done
     return rows
 
 
-class Interval(BaseModel):
-    mean: float
-    low: float
-    high: float
-    """Ends of the 95 % bootstrap interval of the mean over trajectories."""
-
-
 class ArmSummary(BaseModel):
     method: str
     ratio: float | None
@@ -257,15 +188,6 @@ class Summary(BaseModel):
     """Of the bootstrap."""
     broken_lines: list[str]
     arms: list[ArmSummary]
-
-
-def bootstrap(values: Sequence[float], seed: int) -> Interval | None:
-    """Mean of ``values`` with its 95 % percentile-bootstrap interval; None without values."""
-    if not values:
-        return None
-    draw = random.Random(seed)
-    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(_RESAMPLES))
-    return Interval(mean=statistics.fmean(values), low=means[int(0.025 * _RESAMPLES)], high=means[int(0.975 * _RESAMPLES) - 1])
 
 
 def summarise(rows: Sequence[Row], wanted: Sequence[Arm], seed: int) -> list[ArmSummary]:
@@ -328,30 +250,6 @@ def _continue(out: Path, settings: Settings) -> list[Row]:
     settings_file.write_text(settings.model_dump_json(indent=2) + "\n")
     rows_file.write_text("".join(row.model_dump_json() + "\n" for row in rows))
     return rows
-
-
-async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], settings: Settings, template: str | None) -> list[Case]:
-    """At most ``settings.per_source`` usable trajectories a source, in the order given.
-
-    Raises:
-        ConfigError: none is long enough, or no chat template fits.
-    """
-    chosen = await choose_template(template, client.tokenize)
-    found: Counter[str] = Counter()
-    cases = []
-    for trajectory in tqdm(trajectories, desc="choosing", unit="trajectory"):
-        if found[trajectory.source] >= settings.per_source:
-            continue
-        kept = trajectory if settings.tools else trajectory.model_copy(update={"tools": ()})
-        case = find_cut(kept, await encode(kept, chosen, client.tokenize), settings)
-        if case is not None:
-            found[trajectory.source] += 1
-            cases.append(case)
-    if not cases:
-        raise ConfigError(
-            f"No trajectory has {settings.least_window} tokens and a cut with {settings.least_future} assistant tokens behind it."
-        )
-    return cases
 
 
 class Choice(NamedTuple):

@@ -20,7 +20,8 @@ class DecayedEnergy:
     """s <- e^-lambda s + sum over heads of mean_i alpha_ij^2, once per assistant turn.
 
     Averaging queries before the softmax loses what single queries point at; per-position scores keep it and cost one float a token.
-    alpha runs over the compressible history (behind the system prefix), so that attention sinks there do not drown it.
+    alpha is the model's own attention: it runs over every live position a query sees, the system prefix and its sinks among them
+    (docs/results.md: as good as over the history alone at 10 %, better at 25 %).
     Positions behind the newest assistant turn were seen by none of its queries; the observation window at the end of the prompt
     scores them.
     """
@@ -36,7 +37,7 @@ class DecayedEnergy:
         if past is not None:
             n = min(end, past.shape[0])
             memory[:n] = math.exp(-self.decay) * past[:n]
-        visible = live[(live >= prompt.system_end) & (live < end)]
+        visible = live[live < end]
         memory[visible] += keys.scores(captured.queries, visible, "energy", captured.positions)
         state.memory[_MEMORY] = memory
         state.scored_length = end
@@ -52,5 +53,6 @@ class DecayedEnergy:
         unseen = history[~seen]
         if unseen.numel():
             for window in (c for c in captured if c.span.role != "assistant"):
-                scores[~seen] += keys.scores(window.queries, history, "energy", window.positions)[~seen]
+                energy = keys.scores(window.queries, keys.live, "energy", window.positions)
+                scores[~seen] += energy[torch.searchsorted(keys.live, unseen)]
         return scores

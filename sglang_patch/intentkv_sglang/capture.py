@@ -145,8 +145,10 @@ class QueryTap:
         device = bank.storage.device
         self._bank = bank
         self._means = plan.means
-        self.targets = list(zip(plan.tokens, plan.rows, strict=True))
-        self._tokens, self._rows = torch.tensor([plan.tokens, plan.rows], dtype=torch.int64).to(device, non_blocking=True)
+        # A row that was given back and leased again within the pass is its last taker's.
+        by_row = dict(zip(plan.rows, plan.tokens, strict=True))
+        self.targets = [(token, row) for row, token in by_row.items()]
+        self._rows, self._tokens = torch.tensor([list(by_row), list(by_row.values())], dtype=torch.int64).to(device, non_blocking=True)
 
     def write(self, layer: int, queries: torch.Tensor) -> None:
         """Capture from ``queries`` ([tokens of the pass, H_q, D], post-RoPE) of ``layer``."""

@@ -105,11 +105,6 @@ def is_health_check(rid: str) -> bool:
     return rid.startswith(HEALTH_CHECK_RID_PREFIX)
 
 
-def request_token_ids(req: Any) -> list[int]:
-    """All token ids a request wants computed: its prompt and, after a retraction, what it had generated."""
-    return list(req.origin_input_ids) + list(req.output_ids)
-
-
 class AttentionShape(NamedTuple):
     """What all attention layers of a model have in common, on this rank."""
 

@@ -161,8 +161,8 @@ class Runtime:
         request = self._running.get(req.rid)
         if request is not None and request.req is req:
             return request
-        token_ids = compat.request_token_ids(req)
-        prompt = self._parser.parse(token_ids, cached)
+        # Without what a retracted request had generated: that belongs to the turn, which goes on.
+        prompt = self._parser.parse(req.origin_input_ids, cached)
         figures = Figures.of(req)
         if figures.session_key is None:
             state = self._resolver.resolve(req.session_id, req.last_node, cached)
@@ -178,6 +178,7 @@ class Runtime:
             self.counters.prompt_tokens += prompt.length
             self.counters.cached_tokens += cached
             self.counters.live_cached_tokens += cached - dead
+            state.turns += 1
         # Per-position memory behind the match belongs to tokens that this request replaced.
         state.truncate(cached)
         state.active.add(req.rid)
@@ -292,7 +293,6 @@ class Runtime:
         request.prefilled = True
         state, aggregator = request.state, request.method.aggregator
         state.tip = request.prompt.length
-        state.turns += 1
         if aggregator is not None:
             started = time.perf_counter()
             keys = self._keys(node_id)

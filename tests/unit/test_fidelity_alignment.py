@@ -20,9 +20,11 @@ from typer.testing import CliRunner
 
 from intentkv.config import ConfigError
 from intentkv_eval import fidelity
+from intentkv_eval.cases import Case, Settings, find_cut
 from intentkv_eval.client import RequestFailed, ServerClient
 from intentkv_eval.conversation import Conversation, EncodedMessage
-from intentkv_eval.fidelity import Arm, Case, Row, Settings, align, arms, bootstrap, find_cut, run_case, summarise
+from intentkv_eval.fidelity import Arm, Row, align, arms, run_case, summarise
+from intentkv_eval.intervals import bootstrap
 from intentkv_eval.trajectories import Message, Trajectory
 
 pytestmark = pytest.mark.unit
@@ -66,11 +68,12 @@ def test_cut_is_the_last_one_with_enough_behind_it() -> None:
 @pytest.mark.parametrize(
     "messages",
     [
-        [("system", 10), ("user", 40), ("assistant", 9), ("tool", 30)],  # shorter than the least window
-        [("system", 10), ("user", 80), ("assistant", 20)],  # nothing to choose from before the newest message
-        [("system", 10), ("user", 30), ("assistant", 10), ("tool", 60), ("assistant", 14)],  # too little behind
-        [("system", 10), ("user", 20), ("assistant", 20), ("tool", 9), ("assistant", 50)],  # cut too early
-        [("user", 300), ("assistant", 20)],  # the first message is past the window
+        pytest.param([("system", 10), ("user", 40), ("assistant", 5), ("tool", 10), ("assistant", 20)], id="shorter than the least window"),
+        pytest.param([("system", 10), ("user", 80), ("assistant", 20)], id="nothing to choose from before the newest message"),
+        pytest.param([("system", 10), ("user", 30), ("assistant", 10), ("tool", 60), ("assistant", 14)], id="too little behind"),
+        pytest.param([("system", 10), ("user", 30), ("assistant", 10), ("tool", 9), ("assistant", 50)], id="too little in front"),
+        pytest.param([("system", 10), ("user", 40), ("assistant", 30), ("assistant", 40)], id="no tool or user message late enough"),
+        pytest.param([("user", 300), ("assistant", 20)], id="first message past the window"),
     ],
 )
 def test_unusable_trajectories_are_left_out(messages: list[tuple[str, int]]) -> None:
