@@ -42,14 +42,14 @@ install() {
   say "Making .venv with $("$python" -V)"
   "$python" -m venv --clear "$VENV" || fail "Could not make .venv; check that the checkout is writable and has some GB free."
   say "Installing torch (where pip has no CPU build of it, the CUDA build of several GB, which runs on a CPU too)"
-  "${pip[@]}" -c "$PINS" torch || fail "pip could not install torch; check that a package index is reachable."
+  "${pip[@]}" -c "$PINS" torch || fail "pip could not install torch; see its message above. Is a package index reachable?"
   say "Installing SGLang 0.5.17 and the pinned packages"
   "${pip[@]}" --no-deps -r "$PINS" || fail "pip could not install the pins of ${PINS#"$ROOT"/}; see its message above."
   if ! "$VENV/bin/python" -c 'import triton' 2>/dev/null; then
     "${pip[@]}" --no-deps "$TRITON" || fail "pip could not install $TRITON; see its message above."
   fi
   say "Installing IntentKV from this checkout (editable)"
-  "${pip[@]}" --no-build-isolation -c "$PINS" -e "$ROOT[server,eval,dev]" || fail "pip could not install this checkout; see its message above."
+  "${pip[@]}" --no-build-isolation -c "$PINS" -e "${ROOT}[server,eval,dev]" || fail "pip could not install this checkout; see its message above."
 }
 
 setup() {

@@ -45,14 +45,15 @@ class DecayedEnergy:
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
+        unseen = history >= state.scored_length
         scores = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
         memory = state.memory.get(_MEMORY)
-        seen = history < state.scored_length
-        if memory is not None:
-            scores[seen] = memory[history[seen]]
-        unseen = history[~seen]
-        if unseen.numel():
+        if memory is not None and memory.numel():
+            scores = torch.where(unseen, 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
+        # On a GPU the window is scored in any case: asking whether somebody needs it would wait for the device.
+        if history.is_cuda or bool(unseen.any()):
+            at = torch.searchsorted(keys.live, history)
             for window in (c for c in captured if c.span.role != "assistant"):
                 energy = keys.scores(window.queries, keys.live, "energy", window.positions)
-                scores[~seen] += energy[torch.searchsorted(keys.live, unseen)]
+                scores = scores + torch.where(unseen, energy[at], 0.0)
         return scores

@@ -22,9 +22,7 @@ class QueryBank:
     Storage is [L, rows + 1, H_q, D] in the model's dtype. A row is leased to at most one owner.
     """
 
-    def __init__(
-        self, layers: Sequence[int], rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
+    def __init__(self, layers: Sequence[int], rows: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> None:
         self.layers = layers
         self._index = {layer: index for index, layer in enumerate(layers)}
         self.trash = rows

@@ -22,7 +22,7 @@ def _gather(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> tor
     return cache[slots].movedim(0, 1).unsqueeze(0).to(dtype)
 
 
-class NewRowsAttnBackend(TorchNativeAttnBackend):  # type: ignore[misc]
+class NewRowsAttnBackend(TorchNativeAttnBackend):
     def _run_sdpa_forward_extend(
         self,
         query: torch.Tensor,

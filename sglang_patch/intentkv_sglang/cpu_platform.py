@@ -17,9 +17,7 @@ from sglang.srt.platforms.interface import SRTPlatform
 from intentkv_sglang.cpu_platform_name import NAME
 
 
-
-
-class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
+class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Out-of-tree platform, so that every layer takes its ``forward_native``."""
 
     _enum = PlatformEnum.OOT

@@ -1,4 +1,4 @@
-"""Prometheus metrics in the scheduler process; SGLang's own ``/metrics`` (``--enable-metrics``) collects them with its multiprocess directory."""
+"""Prometheus metrics in the scheduler process; SGLang collects them through its multiprocess directory (``--enable-metrics``)."""
 
 from __future__ import annotations
 

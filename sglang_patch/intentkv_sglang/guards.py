@@ -91,7 +91,7 @@ def context_problems(ctx: Any) -> list[str]:
         problems.append("IntentKV supports plain attention only: serve a model without sliding-window, state-space or sparse layers.")
     if getattr(ctx.model_config, "is_encoder_decoder", False):
         problems.append("IntentKV does not support encoder-decoder models: serve a decoder-only model.")
-    if str(getattr(ctx.model_config, "attention_arch", "")).endswith("MLA"):
+    if getattr(getattr(ctx.model_config, "attention_arch", None), "name", None) == "MLA":
         problems.append("IntentKV does not support MLA attention: serve an MHA or GQA model.")
     return problems
 

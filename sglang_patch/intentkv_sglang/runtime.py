@@ -17,9 +17,9 @@ import torch
 
 from intentkv.budgets import FixedTokens, HistoryRatio
 from intentkv.config import Config, RequestOptions, parse_request_options
+from intentkv.kernels.compact import DEAD_SLOT
 from intentkv.methods import Method, build_method
 from intentkv.protocols import Budget, Captured, Trigger
-from intentkv.kernels.compact import DEAD_SLOT
 from intentkv.selection import top_positions
 from intentkv.sessions import SessionState, SessionStore
 from intentkv.spans import Prompt, PromptParser, Span
@@ -161,9 +161,9 @@ class Runtime:
         request = self._running.get(req.rid)
         if request is not None and request.req is req:
             return request
-        # Without what a retracted request had generated: that belongs to the turn, which goes on.
-        prompt = self._parser.parse(req.origin_input_ids, cached)
         figures = Figures.of(req)
+        # Of a retracted request, as it was admitted first: what it has generated since belongs to the turn, which goes on.
+        prompt = self._parser.parse(req.origin_input_ids, cached if figures.session_key is None else figures.cached_tokens)
         if figures.session_key is None:
             state = self._resolver.resolve(req.session_id, req.last_node, cached)
         else:

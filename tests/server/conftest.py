@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def _stock(alarms: None, tiny_model: Path, logs: Path) -> Iterator[Client]:
         yield Client(server)
 
 
+@pytest.fixture(scope="session")
+def _plain(alarms: None, tiny_model: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    folder = shutil.copytree(tiny_model, tmp_path_factory.mktemp("models") / "without_markers")
+    for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
+        file.write_text(file.read_text().replace("<|im_start|>", "<|left|>").replace("<|im_end|>", "<|right|>"))
+    arguments = ["--model", str(folder), *_COMMON, "--max-total-tokens", str(POOL), "--disable-overlap-schedule"]
+    with running_server(arguments, logs / "plain.log", PATIENCE_S) as server:
+        yield Client(server)
+
+
 @pytest.fixture
 def served(_served: Client) -> Iterator[Client]:
     """The plugin with an ample pool and overlap scheduling, method ``assistant``."""
@@ -81,6 +92,14 @@ def tight(_tight: Client) -> Iterator[Client]:
     _tight.flush()
     yield _tight
     _tight.check_idle()
+
+
+@pytest.fixture
+def plain(_plain: Client) -> Iterator[Client]:
+    """The plugin without overlap scheduling, and with a tokenizer that has the markers of no known chat template."""
+    _plain.flush()
+    yield _plain
+    _plain.check_idle()
 
 
 @pytest.fixture

@@ -158,15 +158,15 @@ class AssistantRule(Rule):
 
     energy: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
-    def _absorb(self, computed: Pass, queries: list[int], end: int, live: list[int], system_end: int) -> None:
+    def _absorb(self, computed: Pass, queries: list[int], end: int, live: list[int]) -> None:
         past, self.energy = self.energy[:end], torch.zeros(end, dtype=torch.float64)
         self.energy[: len(past)] = math.exp(-DECAY) * past
-        visible = [j for j in live if system_end <= j < end]
+        visible = [j for j in live if j < end]
         self.energy[visible] += causal_attention(computed, queries, visible).square().mean(2).sum((0, 1))
 
     def answered(self, computed: Pass, generated: list[int], live: list[int], turn: Turn) -> None:
         assert len(generated) <= TURN_QUERIES, "longer turns are sampled"
-        self._absorb(computed, generated, generated[-1] + 1, live, turn.system_end)
+        self._absorb(computed, generated, generated[-1] + 1, live)
 
     def forget(self, length: int) -> None:
         self.energy = self.energy[:length]
@@ -176,12 +176,12 @@ class AssistantRule(Rule):
         for _, start, end in recorded:
             if start >= turn.cached:
                 stride = math.ceil((end - start) / TURN_QUERIES)
-                self._absorb(computed, list(range(end - 1, start - 1, -stride))[::-1], end, live, turn.system_end)
+                self._absorb(computed, list(range(end - 1, start - 1, -stride))[::-1], end, live)
 
     def scores(self, computed: Pass, turn: Turn, live: list[int], candidates: list[int]) -> torch.Tensor:
-        window = causal_attention(computed, turn.window, candidates).square().mean(2).sum((0, 1))
-        seen = len(self.energy)
-        return torch.tensor([float(self.energy[j] if j < seen else window[i]) for i, j in enumerate(candidates)], dtype=torch.float64)
+        window = causal_attention(computed, turn.window, live).square().mean(2).sum((0, 1))
+        unseen = dict(zip(live, window.tolist(), strict=True))
+        return torch.tensor([float(self.energy[j]) if j < len(self.energy) else unseen[j] for j in candidates], dtype=torch.float64)
 
 
 @dataclass
@@ -264,7 +264,7 @@ class SessionOracle:
         return {j for start, end in spans for j in range(start, min(end, turn.length))}
 
     def _kept_history(self, history: int, forced: int) -> int:
-        wanted = max(0, self.budget - forced) if self.budget is not None else max(1, int(self.ratio * history))
+        wanted = max(0, self.budget - forced) if self.budget is not None else max(1, round(self.ratio * history))
         return min(history, wanted)
 
     def _absorb_answer(self, turn: Turn) -> None:

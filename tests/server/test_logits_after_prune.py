@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 
+from .conftest import CHUNK
 from .harness import Answer, Chat, Client, at_once
 from .oracle import FIRST_STEP, DenseModel, check_greedy, greedy_gap
 
@@ -78,6 +79,27 @@ def test_next_turn(request: pytest.FixtureRequest, dense: DenseModel, new_chat: 
     assert answer.cached_tokens == pruned.known - 1
     assert len(input_logprobs(answer)) == len(prompt) - pruned.known
     check_logprobs(dense, prompt, answer, pruned.hidden_from)
+
+
+@pytest.mark.parametrize("method", ["streamingllm", "random"])
+def test_chunked_prompt_without_system(tight: Client, dense: DenseModel, new_chat: Callable[[], Chat], method: str) -> None:
+    """A prompt of several chunks that is pruned from its first tokens on; then its own decode steps, then the next turn, in chunks too."""
+    chat = new_chat().say("user", 60).say("assistant", 150).say("user", 80)
+    prompt = chat.ask()
+    assert len(prompt) > 2 * CHUNK
+    options = {"method": method, "budget_ratio": 0.25, "hysteresis": 0}
+    answer = tight.generate(prompt, 12, options, session_id=method, return_logprob=True)
+    mask = dict.fromkeys(tight.dead(method), len(prompt) + FIRST_STEP)
+    assert len(mask) == answer.figures["pruned_tokens"] > 150
+    assert min(mask) < 10
+    check_logprobs(dense, prompt, answer, mask)
+    known = len(prompt) + 12
+    following = chat.answered(answer.output_ids).say("tool", 150).ask()
+    answer = tight.generate(
+        following, 12, {"method": "full"}, session_id=method, return_logprob=True, logprob_start_len=known - 1
+    )
+    assert answer.cached_tokens == known - 1
+    check_logprobs(dense, following, answer, mask)
 
 
 def test_pruned_and_whole_in_one_batch(served: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:

@@ -38,6 +38,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from intentkv.config import Config, load_config  # noqa: E402
 from intentkv_sglang.capture import QueryBank  # noqa: E402
 from intentkv_sglang.cpu_attention import NewRowsAttnBackend  # noqa: E402
+from intentkv_sglang.figures import KEY  # noqa: E402
 from intentkv_sglang.live_view import Lane, LanePass, PassChannel, ShadowRows, with_live_view  # noqa: E402
 from intentkv_sglang.plugin import _add_shadow_rows  # noqa: E402
 from intentkv_sglang.radix_cache import IntentKVRadixCache  # noqa: E402
@@ -148,15 +149,15 @@ class Engine:
         _add_shadow_rows(None, self.rows)
         self.kv = MHATokenToKVPool(slots, 1, torch.float32, KV_HEADS, DIM, len(LAYERS), "cpu", False, start_layer=LAYERS.start)
         self.allocator = TokenToKVPoolAllocator(slots, dtype=torch.float32, device="cpu", kvcache=self.kv, need_sort=need_sort)
-        params = CacheInitParams(
-            disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1
-        )
+        params = CacheInitParams(disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.allocator, page_size=1)
         self.cache = IntentKVRadixCache(params)
         self.tables = Tables()
         self.attention = [RadixAttention(Q_HEADS, DIM, DIM**-0.5, KV_HEADS, layer) for layer in LAYERS]
         self.runtime: Runtime | None = None
         self.running: list[Req] = []
         self.passes: list[LanePass] = []
+        self.responses: dict[str, list[dict[str, int]]] = {}
+        """What the client of a finished request was told: SGLang answers before the plugin handles the batch's result."""
         self._outputs: dict[str, Sequence[int]] = {}
         self._chunked: set[str] = set()
         runner = SimpleNamespace(
@@ -224,7 +225,8 @@ class Engine:
 
     def extend(self, *reqs: Req, chunk: int | None = None) -> None:
         """One prefill pass of ``reqs`` (new, or in the middle of their chunks), at most ``chunk`` new tokens each."""
-        assert all([self.admit(req, chunk) for req in reqs]), "the test asks for more than the pool holds"
+        admitted = [self.admit(req, chunk) for req in reqs]
+        assert all(admitted), "the test asks for more than the pool holds"
         self.extend_admitted(*reqs)
 
     def extend_admitted(self, *reqs: Req) -> None:
@@ -272,6 +274,8 @@ class Engine:
         if len(req.output_ids) == len(output):
             req.finished_reason = FINISH_LENGTH(len(output))
             self._release(req)
+            if self.runtime is not None and req.customized_info is not None:
+                self.responses[req.rid] = req.customized_info[KEY][0 : len(output)]
 
     def _release(self, req: Req, is_insert: bool = True) -> None:
         release_kv_cache(req, self.cache, is_insert=is_insert)

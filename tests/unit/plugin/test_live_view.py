@@ -73,9 +73,7 @@ class Case:
             self.pool.get_key_buffer(LAYER)[[own[p] for p in lane.dead]] = 1e3
             new_slots += own[lane.prefix :]
             self.table[row, : len(own)] = torch.tensor([0 if p in lane.dead else s for p, s in enumerate(own)])
-        runner = SimpleNamespace(
-            device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool
-        )
+        runner = SimpleNamespace(device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool)
         self.channel = PassChannel()
         self.shadows = ShadowRows(self.table, ROWS)
         self.backend = with_live_view(BACKENDS[backend](runner), "torch_native", self.shadows, self.channel)
@@ -298,9 +296,14 @@ def test_nothing_dead_is_no_work():
 def test_batch_is_restored_when_the_backend_raises():
     batch = SimpleNamespace(seq_lens=torch.tensor([5]), other=1)
     fields = dict(vars(batch))
-    with pytest.raises(RuntimeError, match="in the backend"), LiveView({"seq_lens": torch.tensor([3])}).applied(batch):
-        assert batch.seq_lens.tolist() == [3]
-        raise RuntimeError("in the backend")
+
+    def backend():
+        with LiveView({"seq_lens": torch.tensor([3])}).applied(batch):
+            assert batch.seq_lens.tolist() == [3]
+            raise RuntimeError("in the backend")
+
+    with pytest.raises(RuntimeError, match="in the backend"):
+        backend()
     assert all(vars(batch)[name] is value for name, value in fields.items())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -145,10 +146,10 @@ def test_query_memory_over_two_turns(engine, tokenizer, chat, dense, chunk):
     """One update a message, in order, over chunks and turns; a cached message updates nothing again."""
     engine.start_runtime(tokenizer, method="intentkv", budget=44)
     parts = [chat.message("system", 4), chat.message("user", 9), chat.message("tool", 11), chat.message("user", 6), chat.generation]
-    first, answer = sum(parts, []), chat.answer(5)
+    first, answer = list(chain(*parts)), chat.answer(5)
     engine.run(engine.request("one", first, output=answer), chunk)
     tail = [chat.newline(), chat.message("tool", 10), chat.message("user", 7), chat.generation]
-    second = first + answer + sum(tail, [])
+    second = [*first, *answer, *chain(*tail)]
 
     memory = torch.zeros(2, 4, 8, dtype=torch.float64)
     formulas = Formulas(engine, dense, second)
@@ -190,25 +191,26 @@ def test_assistant_energy_over_two_turns(engine, tokenizer, chat, dense, turn_qu
     first, answer = system + history + newest, chat.answer(7)
     engine.run(engine.request("one", first, output=answer))
     tail = [chat.newline(), chat.message("tool", 9), chat.message("user", 6) + chat.generation]
-    second = first + answer + sum(tail, [])
+    second = [*first, *answer, *chain(*tail)]
     formulas = Formulas(engine, dense, second)
 
     # Turn one: nothing was generated yet, so the window decides.
     candidates = list(range(len(system), len(system) + len(history)))
-    window = list(range(len(first) - 5, len(first)))
-    dead = losers(formulas.energy(window, candidates), candidates, 40 - len(system) - len(newest))
+    by_window = formulas.energy(list(range(len(first) - 5, len(first))), list(range(len(first))))
+    dead = losers(by_window[candidates], candidates, 40 - len(system) - len(newest))
     assert dead
     # The turn: the KV of the last generated token is never computed.
     end = len(first) + len(answer) - 1
     assert dead_of(engine, second[:end]) == dead
-    visible = sorted(set(range(len(system), end)) - dead)
+    visible = sorted(set(range(end)) - dead)
     memory = dict(zip(visible, formulas.energy([len(first) + i for i in sampled], visible), strict=True))
 
     # Turn two.
     engine.run(engine.request("two", second, output=[5, 6]))
     user_start = len(second) - len(tail[-1])
     candidates = sorted(set(range(len(system), user_start)) - dead)
-    by_window = dict(zip(candidates, formulas.energy(list(range(len(second) - 5, len(second))), candidates), strict=True))
+    live = sorted(set(range(len(second))) - dead)
+    by_window = dict(zip(live, formulas.energy(live[-5:], live), strict=True))
     scores = [memory[p] if p < end else by_window[p] for p in candidates]
     dead |= losers(scores, candidates, 40 - len(system) - len(tail[-1]))
     assert dead_of(engine, second) == dead
@@ -224,8 +226,8 @@ def test_assistant_turn_sent_by_the_client(engine, tokenizer, chat, dense):
     formulas = Formulas(engine, dense, ids)
     start, end = len(system) + len(user), len(system) + len(user) + len(turn)
     candidates = list(range(len(system), end))
-    energy = formulas.energy(list(range(start, end)), candidates)
-    assert dead_of(engine, ids) == losers(energy, candidates, 40 - len(system) - len(newest))
+    energy = formulas.energy(list(range(start, end)), list(range(end)))
+    assert dead_of(engine, ids) == losers(energy[candidates], candidates, 40 - len(system) - len(newest))
     assert req.finished()
 
 
@@ -294,6 +296,25 @@ def test_ratio_of_the_server(engine, tokenizer, chat):
     engine.run(engine.request("r", ids, output=[5], extra_key="a"))
     engine.run(engine.request("s", ids, output=[5], extra_key="b", options={"budget": 26}))
     assert [sum(engine.tree()[key, tuple(ids)].dead) for key in "ab"] == [12, 22]
+
+
+@pytest.mark.parametrize("method", ["streamingllm", "random", "snapkv", "assistant", "intentkv"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_no_system_message_and_several_chunks(engine, tokenizer, chat, method, deferred):
+    """Nothing is forced at the front, not even position 0 (but StreamingLLM's sinks), and the prompt took several passes: the attention of
+    the decode steps and of the next turn's chunks behind it is the masked full cache's (checked in every pass)."""
+    engine.start_runtime(tokenizer, deferred, method=method, budget_ratio=0.25, window=4)
+    ids = chat.turn(("user", 30), ("assistant", 11), ("user", 5))
+    answer = chat.answer(6)
+    engine.run(engine.request("r", ids, output=answer), chunk=13)
+    newest, sinks = 10 + 3, 4 if method == "streamingllm" else 0
+    history = len(ids) - newest - sinks
+    dead = dead_of(engine, [*ids, *answer[:-1]])
+    assert len(dead) == history - round(0.25 * history)
+    assert min(dead) >= sinks
+    longer = [*ids, *answer, *chat.newline(), *chat.turn(("tool", 30), ("user", 5))]
+    engine.run(engine.request("s", longer, output=answer), chunk=13)
+    assert dead < dead_of(engine, [*longer, *answer[:-1]])
 
 
 @pytest.mark.parametrize("keep", [[[12, 15]], [[12, 15], [20, 21]], [[40, 400]], [[14, 13 + 500]]])
@@ -453,6 +474,24 @@ def test_a_retraction_does_not_change_what_dies(engine_class, tokenizer, chat, m
     assert max(dead[0][0]) < len(first)
 
 
+def test_retraction_without_a_chat_template(engine):
+    """The newest uncached part of a prompt stands in for its newest message: that of the first admission, also when all of it is cached by
+    the time of the second."""
+    engine.start_runtime(method="streamingllm", budget=8)
+    engine.run(engine.request("one", range(30), output=[5]))
+    ids = [*range(30), 5, *range(40, 55)]
+    req = engine.request("two", ids, output=[6] * 8)
+    engine.prefill(req)
+    dead = dead_of(engine, ids)
+    # The sinks and the 16 uncached tokens.
+    assert dead == set(range(4, 30))
+    engine.decode(req)
+    engine.retract(req)
+    engine.prefill(req)
+    engine.generate(req)
+    assert dead_of(engine, [*ids, *[6] * 7]) == dead
+
+
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_abort_in_the_middle_of_the_prefill(busy, chat, chunks):
     """Situation #38319: pages are given back once, and the same prefix is served right afterwards."""
@@ -545,7 +584,7 @@ def test_explicit_session(busy, chat):
     dead = dead_of(busy, ids)
     spans = busy.runtime.dead_spans("agent")
     assert {p for start, end in spans for p in range(start, end)} == dead
-    assert all(end < start for (_, end), (start, _) in zip(spans, spans[1:], strict=False)), "spans that touch are one"
+    assert all(end < start for (_, end), (start, _) in pairwise(spans)), "spans that touch are one"
     assert busy.runtime.dead_spans("stranger") == []
     assert req.customized_info[KEY].session_key == "id:agent"
 
@@ -565,7 +604,7 @@ def test_deferred_eviction_spares_what_became_shared(engine, tokenizer, chat):
 
 @pytest.mark.parametrize("leave", ["finish", "retract", "abort"])
 def test_deferred_eviction_of_a_request_that_left(engine, tokenizer, chat, leave):
-    """Its eviction is under way: after its end the path is still its own, after a retraction nothing is committed. Never a slot too many."""
+    """Its eviction is under way: after its end the path is still its own, after a retraction it is scored anew."""
     ids, _ = conversation(engine, tokenizer, chat, deferred=True, budget=30)
     req = engine.request("a", ids, output=[5, 6] if leave == "finish" else [5] * 8)
     engine.prefill(req)
@@ -598,6 +637,27 @@ def test_deferred_eviction_of_an_evicted_path(engine, tokenizer, chat):
 
 
 # ---- What it says ----
+
+
+@pytest.mark.parametrize(("deferred", "passes"), [(False, 1), (False, 2), (False, 4), (True, 2), (True, 3)])
+def test_what_the_client_is_told(engine, tokenizer, chat, deferred, passes):
+    """The response is on its way when the last result is handled, so an eviction that comes only then is in no response: that of a request
+    of one token, or of two where evictions are deferred. All others are told exactly."""
+    ids, _ = conversation(engine, tokenizer, chat, deferred, budget=30)
+    engine.run(engine.request("r", ids, output=[5] * passes))
+    (told,) = engine.responses["r"]
+    assert len(dead_of(engine, [*ids, *[5] * (passes - 1)])) == engine.runtime.counters.pruned_tokens == 18
+    dead = 18 if passes > 1 + deferred else 0
+    assert told == {
+        "logical_tokens": 48 + passes,
+        "live_tokens": 48 + passes - dead,
+        "dead_tokens": dead,
+        "pruned_tokens": dead,
+        "forced_tokens": 24 if dead else 0,
+        "target_tokens": 30 if dead else 0,
+        "live_cached_tokens": 0,
+        "peak_live_tokens": 48 + (deferred if dead else passes),
+    }
 
 
 def test_status_adds_up(busy, chat):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from intentkv_sglang.radix_cache import IntentKVRadixCache, IntegrityError
+from intentkv_sglang.radix_cache import IntegrityError, IntentKVRadixCache
 from intentkv_sglang.tree_component import node_tag
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,198 @@
+"""What the benchmarks share around their measurements: arms, the servers behind them, where a result comes from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import platform
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import httpx
+import typer
+from pydantic import BaseModel
+from typer.core import TyperCommand
+
+from intentkv.cli import OneLineErrors
+from intentkv.config import ConfigError, RequestOptions
+from intentkv_eval.client import RequestFailed, ServerClient, connect
+from intentkv_eval.provenance import Provenance, collect
+from intentkv_eval.replay import request_options
+from intentkv_eval.server import running_server
+
+Kind = Literal["stock", "plugin"]
+
+_IDLE_S = 60.0
+_POLL_S = 0.2
+_ERRORS = re.compile(r"\b(?:ERROR|CRITICAL|Traceback|[A-Z]\w*Error\b|[A-Z]\w*Exception\b)")
+_ERRORS_SHOWN = 20
+
+ModelOption = Annotated[str, typer.Option("--model", help="Model folder or Hugging Face id.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder for the results and the servers' logs.")]
+SeedOption = Annotated[int, typer.Option("--seed", help="Of the prompts' content.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds a server may be silent during a request.")]
+StartTimeoutOption = Annotated[float, typer.Option("--start-timeout", min=1, help="Seconds a server may take to start.")]
+StockUrlOption = Annotated[str | None, typer.Option("--url-stock", help="A stock server that runs already.")]
+PluginUrlOption = Annotated[str | None, typer.Option("--url-plugin", help="A server with the plugin that runs already.")]
+StockLogOption = Annotated[Path | None, typer.Option("--log-stock", help="Log of the server behind --url-stock.")]
+PluginLogOption = Annotated[Path | None, typer.Option("--log-plugin", help="Log of the server behind --url-plugin.")]
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Typer settings of a command whose unknown flags go to the servers."""
+
+
+class Command(OneLineErrors, TyperCommand):
+    """A benchmark's command: a user's mistake is one line and exit status 2."""
+
+
+class Arm(NamedTuple):
+    """What is compared: a server kind and the options every request carries."""
+
+    name: str
+    kind: Kind
+    request: RequestOptions
+
+
+def parse_arm(text: str) -> Arm:
+    """``stock``, ``METHOD`` or ``METHOD:BUDGET``.
+
+    Raises:
+        ConfigError: no such method, or a budget that is not a positive number.
+    """
+    if text == "stock":
+        return Arm(text, "stock", RequestOptions())
+    method, colon, budget = text.partition(":")
+    if colon and not budget.isdecimal():
+        raise ConfigError(f"Arm {text!r} has no number behind its colon; write for example assistant:8192.")
+    return Arm(text, "plugin", request_options(method=method, budget=int(budget) if budget else None))
+
+
+class Endpoint(NamedTuple):
+    """A server that runs."""
+
+    url: str
+    log: Path | None
+    """None: not known, and then not looked at."""
+
+
+class Existing(NamedTuple):
+    """Servers that a user has running already; those that are None are started."""
+
+    stock: Endpoint | None = None
+    plugin: Endpoint | None = None
+
+
+@contextmanager
+def server_of(kind: Kind, existing: Existing, arguments: Sequence[str], log: Path, start_timeout_s: float) -> Iterator[Endpoint]:
+    """The running server of ``kind``, or a fresh one for the time of the context.
+
+    Raises:
+        ServerError: it did not start.
+    """
+    given: Endpoint | None = getattr(existing, kind)
+    if given is not None:
+        yield given
+        return
+    with running_server([*arguments], log, start_timeout_s) as server:
+        yield Endpoint(server.url, server.log)
+
+
+class Connection(NamedTuple):
+    """Two clients of one server, so that reading its counters never waits for a free connection."""
+
+    client: ServerClient
+    counters: httpx.AsyncClient
+
+
+@asynccontextmanager
+async def connection(url: str, timeout_s: float, concurrency: int) -> AsyncIterator[Connection]:
+    """Clients of the server at ``url``.
+
+    Raises:
+        ConfigError: no server answers there.
+    """
+    async with connect(url, timeout_s, concurrency) as client, httpx.AsyncClient(base_url=url, timeout=timeout_s) as counters:
+        yield Connection(client, counters)
+
+
+async def flush_when_idle(client: ServerClient, patience_s: float = _IDLE_S) -> None:
+    """Empty the prefix cache once the requests that were given up are gone.
+
+    Raises:
+        RequestFailed: the server is still busy after ``patience_s`` seconds.
+    """
+    end = asyncio.get_running_loop().time() + patience_s
+    while True:
+        try:
+            return await client.flush_cache()
+        except RequestFailed:
+            if asyncio.get_running_loop().time() > end:
+                raise
+        await asyncio.sleep(_POLL_S)
+
+
+class Origin(BaseModel):
+    """Where a result comes from."""
+
+    device: str
+    servers: dict[str, Provenance] = {}
+    """By kind, or by kind and pool where several ran."""
+    seed: int
+    data_sha256: str | None = None
+    """Of the recorded sessions whose lengths are used."""
+
+
+def device_name() -> str:
+    """The accelerator's name as its driver says it, or the processor's."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return platform.processor() or platform.machine()
+    return ", ".join(filter(None, names))
+
+
+async def server_provenance(url: str, timeout_s: float) -> Provenance:
+    """Versions and arguments of the server at ``url``.
+
+    Raises:
+        ConfigError: it does not answer.
+    """
+    try:
+        async with connect(url, timeout_s) as client:
+            return await collect(client)
+    except RequestFailed as error:
+        raise ConfigError(f"The server at {url} cannot be measured: {error}.") from error
+
+
+def log_size(log: Path | None) -> int:
+    """Bytes in ``log``: where to read on later."""
+    with contextlib.suppress(OSError):
+        return log.stat().st_size if log is not None else 0
+    return 0
+
+
+def error_lines(log: Path | None, start: int = 0) -> list[str] | None:
+    """The first lines that look like errors behind byte ``start``; None when there is no log to look at."""
+    if log is None or not log.is_file():
+        return None
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = (line.decode(errors="replace").rstrip() for line in file)
+        return [line for line in lines if _ERRORS.search(line)][:_ERRORS_SHOWN]
+
+
+def new_folder(out: Path, result: str) -> Path:
+    """``out``, made; the place of ``result`` in it.
+
+    Raises:
+        ConfigError: results are there already.
+    """
+    if (out / result).exists():
+        raise ConfigError(f"Folder {str(out)!r} holds results already; give another --out.")
+    out.mkdir(parents=True, exist_ok=True)
+    return out / result
