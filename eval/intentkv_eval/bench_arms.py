@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import httpx
+import plotly.graph_objects as go
 import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
@@ -33,6 +34,7 @@ _ERRORS_SHOWN = 20
 
 ModelOption = Annotated[str, typer.Option("--model", help="Model folder or Hugging Face id.")]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder for the results and the servers' logs.")]
+ArmsOption = Annotated[list[str], typer.Option("--arm", help="stock, METHOD or METHOD:BUDGET; may be given again.")]
 SeedOption = Annotated[int, typer.Option("--seed", help="Of the prompts' content.")]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=1, help="Seconds a server may be silent during a request.")]
 StartTimeoutOption = Annotated[float, typer.Option("--start-timeout", min=1, help="Seconds a server may take to start.")]
@@ -86,26 +88,54 @@ class Existing(NamedTuple):
     plugin: Endpoint | None = None
 
 
-@contextmanager
-def server_of(kind: Kind, existing: Existing, arguments: Sequence[str], log: Path, start_timeout_s: float) -> Iterator[Endpoint]:
-    """The running server of ``kind``, or a fresh one for the time of the context.
+class Servers(NamedTuple):
+    """The servers of one benchmark: how they are started, or which run already."""
 
-    Raises:
-        ServerError: it did not start.
-    """
-    given: Endpoint | None = getattr(existing, kind)
-    if given is not None:
-        yield given
-        return
-    with running_server([*arguments], log, start_timeout_s) as server:
-        yield Endpoint(server.url, server.log)
+    model: str
+    arguments: Sequence[str]
+    """Flags that all of them get."""
+    out: Path
+    """Folder of their logs."""
+    start_timeout_s: float
+    existing: Existing
+
+    @contextmanager
+    def serve(self, kind: Kind, label: str = "", method: str = "assistant", flags: Sequence[str] = ()) -> Iterator[Endpoint]:
+        """The server of ``kind``: the one that runs, else a fresh one for the time of the context.
+
+        One server does for all plugin arms, since requests choose their method; but queries of the decode pass are captured only where
+        the server's own ``method`` wants them, so by default it is one that does.
+
+        Raises:
+            ConfigError: servers that run were given, and none of this kind.
+            ServerError: it did not start.
+        """
+        given: Endpoint | None = getattr(self.existing, kind)
+        if given is not None:
+            yield given
+            return
+        if any(self.existing):
+            raise ConfigError(f"An arm needs a {kind} server; give --url-{kind}, too, or no server at all.")
+        own = ["--stock"] if kind == "stock" else ["--method", method]
+        arguments = ["--model", self.model, *own, *flags, *self.arguments]
+        with running_server(arguments, self.out / f"{kind}{label}.log", self.start_timeout_s) as server:
+            yield Endpoint(server.url, server.log)
+
+
+def existing_servers(url_stock: str | None, log_stock: Path | None, url_plugin: str | None, log_plugin: Path | None) -> Existing:
+    """What the four options say."""
+    return Existing(
+        Endpoint(url_stock, log_stock) if url_stock else None,
+        Endpoint(url_plugin, log_plugin) if url_plugin else None,
+    )
 
 
 class Connection(NamedTuple):
-    """Two clients of one server, so that reading its counters never waits for a free connection."""
+    """Two clients of one server."""
 
     client: ServerClient
-    counters: httpx.AsyncClient
+    http: httpx.AsyncClient
+    """For what ``client`` has no name for; as many connections as asked for, so that counters are read at once."""
 
 
 @asynccontextmanager
@@ -115,8 +145,12 @@ async def connection(url: str, timeout_s: float, concurrency: int) -> AsyncItera
     Raises:
         ConfigError: no server answers there.
     """
-    async with connect(url, timeout_s, concurrency) as client, httpx.AsyncClient(base_url=url, timeout=timeout_s) as counters:
-        yield Connection(client, counters)
+    unlimited = httpx.Limits(max_connections=None)
+    async with (
+        connect(url, timeout_s, concurrency) as client,
+        httpx.AsyncClient(base_url=url, timeout=timeout_s, limits=unlimited) as http,
+    ):
+        yield Connection(client, http)
 
 
 async def flush_when_idle(client: ServerClient, patience_s: float = _IDLE_S) -> None:
@@ -184,6 +218,12 @@ def error_lines(log: Path | None, start: int = 0) -> list[str] | None:
         file.seek(start)
         lines = (line.decode(errors="replace").rstrip() for line in file)
         return [line for line in lines if _ERRORS.search(line)][:_ERRORS_SHOWN]
+
+
+def page(figure: go.Figure) -> str:
+    """``figure`` as one HTML page that works offline."""
+    text: str = figure.to_html(include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
+    return text
 
 
 def new_folder(out: Path, result: str) -> Path:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from intentkv.config import ConfigError
 from intentkv_eval import bench_arms
-from intentkv_eval.bench_arms import Arm, Command, Endpoint, Existing, Kind, Origin, connection, parse_arm, server_of
+from intentkv_eval.bench_arms import Arm, Command, Endpoint, Kind, Origin, Servers, connection, parse_arm
 from intentkv_eval.bench_counters import PruneCounters, read_counters
 from intentkv_eval.bench_prompts import Dialogue, Frames, Session, joined_sessions, open_frames, recorded_sessions
 from intentkv_eval.client import RequestFailed, ServerClient, generate_body
@@ -42,6 +42,9 @@ _GIVE_UP = 3
 """A lane stops after this many failed sessions in a row: a dead server must not be counted thousands of times."""
 _STREAM_INTERVAL = 8
 """Tokens a chunk: the client must not be what is measured. The first and the last token are on time all the same."""
+
+_ARMS = ["stock", "assistant:8192"]
+_POOLS = [0.3]
 
 
 class Options(BaseModel):
@@ -110,7 +113,7 @@ class Cell(BaseModel):
     turns: int
     failed_turns: int
     errors: list[str]
-    """What the failed turns said, each once."""
+    """What failed turns said, each once, those before the window included."""
     tasks: int
     turns_per_s: float
     tasks_per_s: float
@@ -227,13 +230,13 @@ class Traffic:
                 continue
             body = generate_body(prompt, size.completion_tokens, self._arm.request, session_id=f"{self._run}/{name}")
             body["sampling_params"]["stream_interval"] = _STREAM_INTERVAL
-            turn = Turn(
-                trajectory=name, source="bench", turn=number, arm=self._arm.name, status=SKIPPED, prompt_tokens=len(prompt), new_tokens=0
+            turn = TurnRecord(
+                trajectory=name, source="bench", turn=number, arm=self._arm.name, status=SKIPPED, prompt_tokens=len(prompt)
             )
             try:
                 generation = await self._client.stream(body)
             except RequestFailed as error:
-                self._record(lane, turn, status=f"error: {error}")
+                self._record(lane, turn.model_copy(update={"status": f"error: {error}"}))
                 return False
             # nothing of a session's first prompt was there before, but perhaps a system prompt that others share
             new = len(prompt) - (generation.cached_tokens if known is None else known)
@@ -243,9 +246,7 @@ class Traffic:
         return True
 
     def _record(self, lane: int, turn: TurnRecord, **fields: Any) -> None:
-        recorded = turn.model_copy(update={"finished_s": time.perf_counter(), **fields})
-        assert isinstance(recorded, Turn)
-        self._done(recorded)
+        self._done(Turn(**turn.model_dump(), finished_s=time.perf_counter(), **fields))
         self._cold.discard(lane)
         if not self._cold:
             self.warm.set()
@@ -276,11 +277,11 @@ async def observe(link: bench_arms.Connection, traffic: Traffic, options: Option
         warming = asyncio.create_task(traffic.warm.wait())
         await asyncio.wait([warming], timeout=options.warmup_s)
         warming.cancel()
-        before = await read_counters(link.counters)
+        before = await read_counters(link.http)
         opened = time.perf_counter()
         await asyncio.wait(lanes, timeout=options.seconds)
         closed = time.perf_counter()
-        after = await read_counters(link.counters)
+        after = await read_counters(link.http)
     finally:
         lost = [lane for lane in lanes if lane.done()]
         for lane in lanes:
@@ -311,13 +312,13 @@ async def run_cell(
                 progress.update()
 
             window = await observe(link, Traffic(link.client, frames, sessions, arm, options, done), options)
-    errors = bench_arms.error_lines(endpoint.log, start)
-    counted = within(turns, window.opened, window.closed)
-    return make_cell(arm.name, pool, round_number, window, counted, errors), turns
+    return make_cell(arm.name, pool, round_number, window, turns, bench_arms.error_lines(endpoint.log, start)), turns
 
 
 def make_cell(arm: str, pool: Pool, round_number: int, window: Window, turns: Sequence[Turn], server_errors: list[str] | None) -> Cell:
-    """Figures of one window from the turns that finished in it."""
+    """Figures of one window from all turns of the run."""
+    errors = sorted({turn.status for turn in turns if not turn.ok})
+    turns = within(turns, window.opened, window.closed)
     seconds = window.closed - window.opened
     figures = aggregate(turns, seconds)
     ok = [turn for turn in turns if turn.ok]
@@ -333,7 +334,7 @@ def make_cell(arm: str, pool: Pool, round_number: int, window: Window, turns: Se
         lanes_lost=window.lanes_lost,
         turns=len(ok),
         failed_turns=len(turns) - len(ok),
-        errors=sorted({turn.status for turn in turns if not turn.ok}),
+        errors=errors,
         tasks=tasks,
         turns_per_s=len(ok) / seconds,
         tasks_per_s=tasks / seconds,
@@ -404,18 +405,16 @@ def picture(result: Result) -> str:
     )
     figure.update_xaxes(title="KV pool / working set", type="log", autorange="reversed")
     figure.update_yaxes(title="turns per second / stock", rangemode="tozero")
-    text: str = figure.to_html(include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
-    return text
+    return bench_arms.page(figure)
 
 
 class Bench:
     """One run: servers, cells, and the files they end in, written anew after each cell."""
 
-    def __init__(self, options: Options, existing: Existing, out: Path) -> None:
+    def __init__(self, options: Options, servers: Servers) -> None:
         self._options = options
-        self._existing = existing
-        self._out = out
-        self._file = bench_arms.new_folder(out, RESULT_FILE)
+        self._servers = servers
+        self._file = bench_arms.new_folder(servers.out, RESULT_FILE)
         self._arms = [parse_arm(text) for text in options.arms]
         dataset = load_dataset(options.input)
         frames, sessions = asyncio.run(_sessions(options, dataset.trajectories))
@@ -436,7 +435,7 @@ class Bench:
             ServerError: a server did not start.
         """
         kinds: list[Kind] = list(dict.fromkeys(arm.kind for arm in self._arms))
-        if any(self._existing):
+        if any(self._servers.existing):
             self._run_stage(kinds, None)
             return self.result
         options = self._options
@@ -460,15 +459,9 @@ class Bench:
                         self._cell(servers[arm.kind], arm, round_number, measured)
 
     def _server(self, kind: Kind, pool: Pool | None) -> AbstractContextManager[Endpoint]:
-        if pool is None and getattr(self._existing, kind) is None:
-            raise ConfigError(f"An arm needs a {kind} server; give --url-{kind}, too, or no server at all.")
-        # one server for all plugin arms: queries of the decode pass are captured only where the server's own method wants them
-        arguments = ["--model", self._options.model, *(["--stock"] if kind == "stock" else ["--method", "assistant"])]
-        log = self._out / f"{kind}.log"
-        if pool is not None:
-            arguments += ["--max-total-tokens", str(pool.tokens)]
-            log = self._out / f"{kind}-{pool.share:g}.log"
-        return server_of(kind, self._existing, [*arguments, *self._options.server_arguments], log, self._options.start_timeout_s)
+        if pool is None:
+            return self._servers.serve(kind)
+        return self._servers.serve(kind, f"-{pool.share:g}", flags=["--max-total-tokens", str(pool.tokens)])
 
     def _describe(self, kind: Kind, endpoint: Endpoint, pool: Pool | None) -> int:
         """Note what the server is; its pool in tokens."""
@@ -484,12 +477,13 @@ class Bench:
             cell, turns = asyncio.run(run_cell(endpoint, self._frames, self._sessions, arm, self._options, pool, round_number))
         except RequestFailed as error:
             raise ConfigError(f"The {arm.kind} server cannot be measured: {error}; see its log.") from error
-        with (self._out / TURNS_FILE).open("a") as file:
+        out = self._servers.out
+        with (out / TURNS_FILE).open("a") as file:
             file.writelines(turn.model_dump_json() + "\n" for turn in turns)
         self.result.cells.append(cell)
         self.result.ratios = ratios(self.result.cells)
         self._file.write_text(self.result.model_dump_json(indent=2) + "\n")
-        (self._out / PICTURE_FILE).write_text(picture(self.result), encoding="utf-8")
+        (out / PICTURE_FILE).write_text(picture(self.result), encoding="utf-8")
 
 
 async def _sessions(options: Options, trajectories: Sequence[Any]) -> tuple[Frames, list[Session]]:
@@ -559,8 +553,8 @@ def main(
     files: Annotated[list[Path], typer.Option("--input", help="Recorded agents, JSONL; may be given again.")],
     model: bench_arms.ModelOption,
     out: bench_arms.OutOption,
-    arm: Annotated[list[str], typer.Option(help="stock, METHOD or METHOD:BUDGET; may be given again.")] = ["stock", "assistant:8192"],  # noqa: B006
-    pool: Annotated[list[float], typer.Option(help="Pool as a share of the working set; may be given again.")] = [0.3],  # noqa: B006
+    arm: bench_arms.ArmsOption = _ARMS,
+    pool: Annotated[list[float], typer.Option(help="Pool as a share of the working set; may be given again.")] = _POOLS,
     sessions: Annotated[int, typer.Option(min=1, help="Different sessions: the first ones of the input.")] = 24,
     concurrent: Annotated[int, typer.Option(min=1, help="Sessions that run at a time.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of the measured window of each arm.")] = 60,
@@ -605,21 +599,17 @@ def main(
         start_timeout_s=start_timeout,
         server_arguments=context.args,
     )
-    existing = Existing(
-        Endpoint(url_stock, log_stock) if url_stock else None,
-        Endpoint(url_plugin, log_plugin) if url_plugin else None,
-    )
-    bench = Bench(options, existing, out)
+    existing = bench_arms.existing_servers(url_stock, log_stock, url_plugin, log_plugin)
+    bench = Bench(options, Servers(model, context.args, out, start_timeout, existing))
     try:
         bench.run()
     except ServerError as error:
         typer.echo(f"Error: {error}", err=True)
         return 1
     finally:
-        console = Console(width=200)
-        for table in tables(bench.result):
-            console.print(table)
-    return 1 if any(cell.failed_turns for cell in bench.result.cells) else 0
+        if bench.result.cells:
+            Console(width=200).print(*tables(bench.result))
+    return 1 if any(cell.failed_turns or cell.lanes_lost for cell in bench.result.cells) else 0
 
 
 if __name__ == "__main__":

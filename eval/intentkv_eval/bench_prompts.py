@@ -36,7 +36,7 @@ def local_tokenizer(model: str) -> Tokenize:
         raise ConfigError(f"Model {model!r} has no tokenizer that can be loaded; give --model a folder that holds one.") from error
 
     async def tokenize(texts: Sequence[str]) -> list[list[int]]:
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
     return tokenize
@@ -58,7 +58,12 @@ class Frames:
     def message(self, role: str, tokens: int, draw: random.Random) -> list[int]:
         """A message of ``tokens`` tokens, its frame included; an empty one where the frame alone is as long."""
         head, tail = self.around[role]
-        return [*head, *self.content(tokens - len(head) - len(tail), draw), *tail]
+        return [*head, *self.content(tokens - self.least(role), draw), *tail]
+
+    def least(self, role: str) -> int:
+        """Tokens of an empty message."""
+        head, tail = self.around[role]
+        return len(head) + len(tail)
 
     def content(self, tokens: int, draw: random.Random) -> list[int]:
         return draw.choices(self.words, k=max(0, tokens))
@@ -89,6 +94,15 @@ class Dialogue:
         draw = random.Random("system") if role == "system" else self._draw
         self.ids += self._frames.message(role, tokens, draw)
 
+    def grow(self, tokens: int, message: int = 1024, answer: int = 64) -> None:
+        """Append tool results and made-up answers of these sizes as long as the conversation stays below ``tokens`` tokens."""
+        markers = self._frames.markers
+        turn = message + len(markers.generation_prompt) + answer + len(markers.message_end)
+        while len(self.ids) + turn < tokens:
+            self.add("tool", message)
+            self.ask()
+            self.pretend(answer)
+
     def ask(self) -> list[int]:
         """Open the assistant's message; the prompt so far."""
         self.ids += self._frames.markers.generation_prompt
@@ -98,14 +112,13 @@ class Dialogue:
         """Append a tool message that makes the next prompt ``tokens`` long, and ask.
 
         Raises:
-            ValueError: the prompt would be longer already.
+            ValueError: no message is short enough.
         """
         room = tokens - len(self.ids) - len(self._frames.markers.generation_prompt)
+        if room < self._frames.least("tool"):
+            raise ValueError(f"a prompt of {tokens} tokens has no room for another message behind {len(self.ids)} tokens")
         self.add("tool", room)
-        prompt = self.ask()
-        if len(prompt) != tokens:
-            raise ValueError(f"no prompt of {tokens} tokens: {len(prompt)} are there already")
-        return prompt
+        return self.ask()
 
     def answer(self, output: Sequence[int]) -> None:
         """Take over what the server wrote and close the message."""

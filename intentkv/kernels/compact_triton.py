@@ -29,4 +29,6 @@ def _compact_row(table, rows, lengths, targets, stride, DEAD: tl.constexpr, BLOC
 
 def compact_rows_triton(table: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor) -> None:
     """See :func:`intentkv.kernels.compact.compact_rows`."""
+    # the kernel indexes them flat
+    rows, lengths, targets = rows.contiguous(), lengths.contiguous(), targets.contiguous()
     _compact_row[(rows.shape[0],)](table, rows, lengths, targets, table.stride(0), DEAD=DEAD_SLOT, BLOCK=_BLOCK)

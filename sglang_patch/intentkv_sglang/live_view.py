@@ -106,10 +106,10 @@ class ShadowRows:
                 compact.append((lane.row, lane.end))
             self._filled[lane.row] = (lane.version, lane.end)
         if compact:
-            rows, lengths = torch.tensor(compact, dtype=torch.int64).to(device, non_blocking=True).unbind(1)
+            rows, lengths = torch.tensor(list(zip(*compact, strict=True)), dtype=torch.int64).to(device, non_blocking=True)
             compact_rows(self.table, rows, lengths, rows + self.offset)
         if append:
-            rows, source, target = torch.tensor(append, dtype=torch.int64).to(device, non_blocking=True).unbind(1)
+            rows, source, target = torch.tensor(list(zip(*append, strict=True)), dtype=torch.int64).to(device, non_blocking=True)
             self.table[rows + self.offset, target] = self.table[rows, source]
         padding = [0] * (batch.seq_lens.shape[0] - len(lanes))
         host_dead = torch.tensor([lane.n_dead for lane in lanes] + padding)

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from .conftest import CHUNK, POOL
-from .harness import PATIENCE_S, Answer, Chat, Client, generate_body
+from .harness import PATIENCE_S, Chat, Client, generate_body
 from .oracle import FIRST_STEP, DenseModel, SessionOracle, check_greedy
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -66,7 +66,11 @@ def test_wrong_options(served: Client, case: str) -> None:
 def test_valid_options_work_on_both_apis(served: Client) -> None:
     """The same way in for right options, with text and with nested lists, which SGLang's wire type cannot hold."""
     custom = {"intentkv": {"method": "random", "budget": 40, "hysteresis": 0, "keep": [[0, 3], [10, 12]]}}
-    messages = [{"role": "user", "content": "one two three " * 20}, {"role": "assistant", "content": "four"}, {"role": "user", "content": "five"}]
+    messages = [
+        {"role": "user", "content": "one two three " * 20},
+        {"role": "assistant", "content": "four"},
+        {"role": "user", "content": "five"},
+    ]
     body = {"model": "tiny", "messages": messages, "max_tokens": 3, "custom_params": custom, "temperature": 0, "session_id": "chat"}
     assert served.post("/v1/chat/completions", body).status_code == httpx.codes.OK
     dead = served.dead("chat")
@@ -159,11 +163,49 @@ def _abort_while_prefilling(server: Client, prompt: list[int]) -> int:
                 if pool["protected"] + pool["private"] >= CHUNK:
                     assert server.post("/abort_request", {"rid": "to-abort"}).status_code == httpx.codes.OK
                     break
-            print(sent.result().status_code, sent.result().text)
+            sent.result()
             left: int = server.idle_status()["pool"]["evictable"]
             if CHUNK <= left < len(prompt):
                 return left
     pytest.fail("never caught the request in mid-prefill")
+
+
+def test_aborts_lose_no_query_rows(tight: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:
+    """Dozens of requests broken off behind their first chunk, which captured a turn's 64 queries: the bank's 2048 rows outlive them."""
+    cancelled = 0
+    deadline = time.monotonic() + PATIENCE_S
+    with ThreadPoolExecutor(1) as sender:
+        while cancelled < 40 and time.monotonic() < deadline:
+            rid = f"row-{cancelled}"
+            prompt = new_chat().say("user", 10).say("assistant", 90).say("user", 700).ask()
+            sent = sender.submit(tight.post, "/generate", generate_body(prompt, 1, {"budget": 100_000}, rid=rid))
+            while not sent.done() and tight.status()["pool"]["protected"] < CHUNK:
+                pass
+            tight.post("/abort_request", {"rid": rid})
+            cancelled += not sent.result().json()["output_ids"]
+    assert cancelled == 40
+    assert "query_rows" not in tight.idle_status()["counters"]["declined"]
+    tight.flush()
+    oracle = SessionOracle(dense, "assistant", budget=100)
+    chat = new_chat().say("user", 10).say("assistant", 90).say("user", 50)
+    answer = tight.generate(chat.ask(), 8, oracle.options, session_id="after")
+    assert oracle.check_turn(chat, answer, tight.dead("after")) > 20
+
+
+def test_aborted_turn_leaves_its_session_open(served: Client, new_chat: Callable[[], Chat]) -> None:
+    """Without a session id, a chain whose turn was cancelled goes on as the same session: the cancelled request does not stay active."""
+    chat = new_chat().say("system", 10).say("user", 30)
+    chat.answered(served.generate(chat.ask(), 8).output_ids)
+    prompt = chat.say("tool", 30).ask()
+    with ThreadPoolExecutor(1) as sender:
+        sent = sender.submit(served.post, "/generate", generate_body(prompt, 3000, rid="cancelled"))
+        while served.status()["pool"]["private"] < 5:
+            assert not sent.done()
+        served.post("/abort_request", {"rid": "cancelled"})
+        sent.result()
+    served.generate(prompt, 8)
+    (session,) = served.status()["sessions"]["items"]
+    assert session["turns"] == 3
 
 
 def test_abort_all_while_decoding(served: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:
@@ -172,7 +214,7 @@ def test_abort_all_while_decoding(served: Client, dense: DenseModel, new_chat: C
     options = {"budget": 60, "hysteresis": 0}
     before = served.status()["counters"]["prune_events"]
     with ThreadPoolExecutor(1) as sender:
-        sent = sender.submit(served.post, "/generate", generate_body(prompts, 2000, options))
+        sent = sender.submit(served.post, "/generate", generate_body(prompts, 600, options))
         while served.status()["counters"]["prune_events"] < before + 6:
             assert not sent.done()
         served.post("/abort_request", {"rid": "", "abort_all": True})

@@ -78,7 +78,9 @@ def test_outputs_equal_transformers(served: Client, dense: DenseModel, prompts: 
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for ids in (prompts[0], prompts[5], prompts[9], prompts[12]):
         prompt = torch.tensor([ids])
-        whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None)
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
+        )
         answer = served.generate(ids, NEW_TOKENS, WAYS["full"])
         assert answer.output_ids == whole[0, len(ids) :].tolist()
         check_greedy(dense, ids, answer.output_ids)

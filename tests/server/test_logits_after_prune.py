@@ -95,9 +95,7 @@ def test_chunked_prompt_without_system(tight: Client, dense: DenseModel, new_cha
     check_logprobs(dense, prompt, answer, mask)
     known = len(prompt) + 12
     following = chat.answered(answer.output_ids).say("tool", 150).ask()
-    answer = tight.generate(
-        following, 12, {"method": "full"}, session_id=method, return_logprob=True, logprob_start_len=known - 1
-    )
+    answer = tight.generate(following, 12, {"method": "full"}, session_id=method, return_logprob=True, logprob_start_len=known - 1)
     assert answer.cached_tokens == known - 1
     check_logprobs(dense, following, answer, mask)
 

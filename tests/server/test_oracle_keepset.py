@@ -49,7 +49,9 @@ def test_generated_turns(server: Client, dense: DenseModel, new_chat: Callable[[
 def test_recorded_turns(server: Client, dense: DenseModel, new_chat: Callable[[], Chat], method: str) -> None:
     """A client sends a conversation that was recorded elsewhere: assistant queries come from extend, of one turn that must be sampled."""
     chat = new_chat().say("system", 15).say("user", 50).say("assistant", 90).say("tool", 110).say("assistant", 12)
-    evicted = follow(server, SessionOracle(dense, method, budget=120), chat, f"recorded-{method}", [("tool", 35), ("user", 25), ("tool", 60)])
+    evicted = follow(
+        server, SessionOracle(dense, method, budget=120), chat, f"recorded-{method}", [("tool", 35), ("user", 25), ("tool", 60)]
+    )
     assert evicted > 150
 
 

@@ -79,6 +79,20 @@ def _hidden_at(positions: dict[int, int], since: int) -> dict[int, int]:
     return dict.fromkeys(positions, since)
 
 
+def test_extra_key_keeps_prefixes_apart(served: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:
+    """The same prompt under another ``extra_key`` never meets what one tenant pruned."""
+    chat = new_chat().say("system", 20).say("user", 60).say("assistant", 20).say("user", 20)
+    prompt = chat.ask()
+    pruned = served.generate(prompt, 8, {"budget": 60, "hysteresis": 0}, extra_key="a")
+    assert pruned.figures["pruned_tokens"] > 30
+    for again in range(2):
+        other = served.generate(prompt, 8, {"method": "full"}, extra_key="b")
+        assert other.cached_tokens == (len(prompt) - 1 if again else 0)
+        assert other.figures["dead_tokens"] == 0
+        check_greedy(dense, prompt, other.output_ids)
+    assert served.generate(prompt, 1, {"method": "full"}, extra_key="a").figures["dead_tokens"] == pruned.figures["dead_tokens"]
+
+
 def test_short_prompts(served: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:
     """Keys of one and two tokens, sent twice, and none at all."""
     words = new_chat().words

@@ -104,6 +104,15 @@ class Batch:
         for req, length in zip(reqs, self.seq_lens_cpu.tolist(), strict=True):
             req.kv_committed_len = length
 
+    def mix_with_running(self, running: Batch) -> None:
+        """Decode steps that ride along with a prefill pass (``--enable-mixed-chunk``)."""
+        self.forward_mode = ForwardMode.MIXED
+        self.prefix_lens = self.prefix_lens + [n - 1 for n in running.seq_lens_cpu.tolist()]
+        self.extend_lens = self.extend_lens + [1] * len(running.reqs)
+        self.reqs += running.reqs
+        for name in ("seq_lens", "seq_lens_cpu", "req_pool_indices", "out_cache_loc"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(running, name)]))
+
     def maybe_evict_swa(self) -> None: ...
 
     def is_dllm(self) -> bool:
@@ -229,14 +238,17 @@ class Engine:
         assert all(admitted), "the test asks for more than the pool holds"
         self.extend_admitted(*reqs)
 
-    def extend_admitted(self, *reqs: Req) -> None:
+    def extend_admitted(self, *reqs: Req, decoding: Sequence[Req] = ()) -> None:
+        """A prefill pass of admitted requests; ``decoding`` ones take a decode step in it."""
         batch = Batch(self, reqs, ForwardMode.EXTEND)
+        if decoding:
+            batch.mix_with_running(Batch(self, decoding, ForwardMode.DECODE))
         self.running += [r for r in reqs if r not in self.running]
         self._forward(batch)
-        for req in reqs:
+        for req in batch.reqs:
             if req.rid not in self._chunked:
                 self._sampled(req)
-                if not req.finished():
+                if not req.finished() and req in reqs:
                     self.cache.cache_unfinished_req(req)
         self._end()
 

@@ -35,17 +35,26 @@ def assert_holds(captured, request):
             assert torch.allclose(captured.queries[index, place], query(request, position, layer))
 
 
-@given(limit=st.integers(1, 17), length=st.integers(1, 300), start=st.integers(0, 50))
+@given(limit=st.integers(1, 17), length=st.integers(1, 300), start=st.integers(0, 50), step=st.sampled_from([1, 1, 7, 300]))
 @settings(deadline=None)
-def test_evenly_spaced_at_any_length(limit, length, start):
-    """A turn's length is not known in advance. Catches: all rows spent on its beginning, gaps, more rows than the limit."""
+def test_evenly_spaced_at_any_length(limit, length, start, step):
+    """A turn's length is not known in advance. Catches: all rows spent on its beginning, gaps, more rows than the limit.
+
+    After a retraction a pass computes many tokens of the turn at once (``step``): rows change hands within the pass.
+    """
     bank = make_bank(limit)
     lease = RowLease(bank, limit)
-    for position in range(start, start + length):
-        row = lease.offer(position)
-        if row is not None:
-            bank.storage[:, row] = position
-        assert len(lease.rows) == len(lease.positions) <= limit
+    for first in range(start, start + length, step):
+        plan, positions = CapturePlan(), range(first, min(first + step, start + length))
+        for token, position in enumerate(positions):
+            row = lease.offer(position)
+            if row is not None:
+                plan.tokens.append(token)
+                plan.rows.append(row)
+            assert len(lease.rows) == len(lease.positions) <= limit
+        tap = QueryTap(bank, plan)
+        for layer in LAYERS:
+            tap.write(layer, torch.tensor(positions, dtype=torch.float32)[:, None, None].expand(-1, HEADS, DIM))
     captured = lease.captured(Span("assistant", 0, start + length))
     positions = captured.positions.tolist()
     stride = positions[1] - positions[0] if len(positions) > 1 else length
@@ -177,6 +186,7 @@ def test_recorded_capture(passes, graph_lanes):
     tap, must not write where the pass before did."""
     bank = make_bank(6)
     decode_tap = DecodeTap(bank, lanes=5)
+    static = decode_tap._rows
     expected = torch.zeros(6)
     for number, targets in enumerate(passes, start=1):
         tap = None
@@ -188,6 +198,7 @@ def test_recorded_capture(passes, graph_lanes):
                 if lane < graph_lanes:
                     expected[row] = 10 * number + lane
         decode_tap.aim(tap)
+        assert decode_tap._rows is static, "the graph was recorded with another tensor"
         for layer in LAYERS:
             queries = torch.arange(graph_lanes)[:, None, None].expand(-1, HEADS, DIM) + 10.0 * number
             decode_tap.write(layer, queries)

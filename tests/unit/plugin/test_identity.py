@@ -119,6 +119,15 @@ def test_a_stem_of_two_sessions_belongs_to_neither(conversation):
     assert len({first.key, second.key, third.key}) == 3
 
 
+def test_a_prompt_shared_with_an_explicit_session(conversation):
+    """Its end is the tip of a chain and of an explicit session: whoever branches off there is new."""
+    conversation.turn(PROMPT, output=(20, 21), session_id="x")
+    chain = conversation.turn(PROMPT, output=(30, 31))
+    assert conversation.turn([*PROMPT, 40, 41]) is not chain
+    # Behind the stem the chain is alone.
+    assert conversation.turn([*PROMPT, 30, 31, 50]) is chain
+
+
 def test_unrelated_requests_are_strangers(conversation):
     first = conversation.turn(PROMPT)
     other = conversation.turn(range(50, 60))

@@ -19,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from intentkv.kernels.compact import compact_rows
 from intentkv_sglang import live_view, plugin
-from intentkv_sglang.capture import CapturePlan, QueryBank, QueryTap
+from intentkv_sglang.capture import CapturePlan, DecodeTap, QueryBank, QueryTap
 from intentkv_sglang.cpu_attention import NewRowsAttnBackend
 from intentkv_sglang.live_view import Lane, LanePass, LiveView, PassChannel, ShadowRows, with_live_view
 
@@ -317,6 +317,55 @@ def test_view_of_a_pass_does_not_leak_into_the_next():
     case.pool.get_key_buffer(LAYER).copy_(whole.pool.get_key_buffer(LAYER))
     case.pool.get_value_buffer(LAYER).copy_(whole.pool.get_value_buffer(LAYER))
     torch.testing.assert_close(whole.run().double(), whole.expected(), rtol=1e-4, atol=1e-4)
+
+
+class MetadataBackend:
+    """A backend that copies what it needs when its metadata is built, as the GPU backends do; notes the lengths it saw."""
+
+    def __init__(self, nested):
+        self.nested, self.seen = nested, {}
+
+    def init_forward_metadata(self, batch):
+        self.seen["eager"] = batch.seq_lens.tolist()
+        if self.nested:
+            self.init_forward_metadata_out_graph(batch)
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        self.seen["capture" if in_capture else "out_graph"] = batch.seq_lens.tolist()
+
+    def forward_decode(self, q, k, v, layer, batch):
+        self.seen["forward"] = batch.seq_lens.tolist()
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("n_dead", [0, 2])
+def test_backends_that_build_metadata(nested, n_dead):
+    """Live lengths while metadata is built, eagerly or before a graph is replayed, and once only where one calls the other; logical ones
+    in forward, where nothing is read from the row any more, and while a graph is recorded."""
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    table[1, :6] = torch.tensor([4, 0, 0, 5, 6, 7]) if n_dead else torch.arange(2, 8)
+    lanes, channel = [Lane(1, 5, 6, n_dead)], PassChannel()
+    bank = QueryBank([LAYER], 4, 2, DIM, torch.float32, "cpu")
+    channel.decode_tap = DecodeTap(bank, lanes=2)
+    backend = with_live_view(MetadataBackend(nested), "triton", ShadowRows(table, 1), channel)
+    batch = SimpleNamespace(req_pool_indices=torch.tensor([1]), seq_lens=torch.tensor([6]))
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert backend.seen.pop("capture") == [6]
+    channel.current = LanePass(lanes, QueryTap(bank, CapturePlan(tokens=[0], rows=[3])))
+    live = [6 - n_dead]
+    backend.init_forward_metadata(batch)
+    assert backend.seen == ({"eager": live, "out_graph": live} if nested else {"eager": live})
+    layer = RadixAttention(2, DIM, 1.0, 2, LAYER)
+    backend.forward_decode(torch.ones(1, 2 * DIM), None, None, layer, batch)
+    assert backend.seen["forward"] == [6]
+    assert bank.storage[0, 3].eq(1).all()
+    # A replay: the second lane is padding and writes to the trash row.
+    padded = SimpleNamespace(req_pool_indices=torch.tensor([1, 0]), seq_lens=torch.tensor([6, 1]))
+    backend.init_forward_metadata_out_graph(padded)
+    assert backend.seen["out_graph"] == [*live, 1]
+    assert padded.seq_lens.tolist() == [6, 1]
+    channel.decode_tap.write(LAYER, torch.tensor([2.0, 9.0])[:, None, None].expand(2, 2, DIM))
+    assert bank.storage[0, :, 0, 0].tolist() == [0, 0, 0, 2, 9]
 
 
 @pytest.mark.parametrize("decode", [True, False])

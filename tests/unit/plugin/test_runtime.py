@@ -216,19 +216,40 @@ def test_assistant_energy_over_two_turns(engine, tokenizer, chat, dense, turn_qu
     assert dead_of(engine, second) == dead
 
 
-def test_assistant_turn_sent_by_the_client(engine, tokenizer, chat, dense):
-    """A history that this server did not generate: the assistant's queries are captured in the prefill that computes them."""
-    engine.start_runtime(tokenizer, method="assistant", budget=40, window=5)
+@pytest.mark.parametrize(("turn_queries", "sampled"), [(64, range(13)), (3, range(2, 13, 5))])
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_assistant_turn_sent_by_the_client(engine, tokenizer, chat, dense, turn_queries, sampled, chunk):
+    """A history that this server did not generate: the assistant's queries, evenly spaced up to the last one, are captured in the prefill
+    that computes them."""
+    engine.start_runtime(tokenizer, method="assistant", budget=40, window=5, turn_queries=turn_queries)
     system, user, turn = chat.message("system", 4), chat.message("user", 10), chat.message("assistant", 8)
     newest = chat.message("user", 6) + chat.generation
     ids = system + user + turn + newest
-    req = engine.run(engine.request("r", ids, output=[5]))
-    formulas = Formulas(engine, dense, ids)
+    engine.run(engine.request("r", ids, output=[5]), chunk)
     start, end = len(system) + len(user), len(system) + len(user) + len(turn)
     candidates = list(range(len(system), end))
-    energy = formulas.energy(list(range(start, end)), list(range(end)))
+    energy = Formulas(engine, dense, ids).energy([start + i for i in sampled], list(range(end)))
     assert dead_of(engine, ids) == losers(energy[candidates], candidates, 40 - len(system) - len(newest))
-    assert req.finished()
+
+
+def test_memory_of_replaced_tokens_is_not_used(engine, tokenizer, chat, dense):
+    """A session that edits its history: what was remembered of the positions behind the edit belongs to tokens that are gone."""
+    engine.start_runtime(tokenizer, method="assistant", budget=40, window=5)
+    system = chat.message("system", 4)
+    engine.run(engine.request("one", system + chat.turn(("user", 16), ("user", 6)), output=chat.answer(7), session_id="x"))
+    history, newest = chat.message("user", 20), chat.message("user", 6) + chat.generation
+    ids = system + history + newest
+    req = engine.run(engine.request("two", ids, output=[5], session_id="x"))
+    cached = req.customized_info[KEY].cached_tokens
+    assert len(system) < cached < len(system) + 6
+    everything = list(range(len(ids)))
+    by_window = Formulas(engine, dense, ids).energy(everything[-5:], everything)
+    candidates = everything[cached : len(system) + len(history)]
+    # The header of the first message is shared by two paths of the one session; the turn's memory says nothing else of this prompt.
+    memory = engine.runtime.sessions.get("id:x").memory["assistant_energy"]
+    scores = [*memory[len(system) : cached], *by_window[candidates]]
+    candidates = everything[len(system) : len(system) + len(history)]
+    assert dead_of(engine, ids) == losers(scores, candidates, 40 - len(system) - len(newest))
 
 
 # ---- How many die, and which never ----
@@ -328,6 +349,19 @@ def test_keep_spans(engine, tokenizer, chat, keep):
     assert dead_of(engine, ids) == set(dead)
 
 
+@pytest.mark.parametrize(("hysteresis", "fires"), [(22, False), (21, True)])
+def test_hysteresis_counts_live_tokens(engine, tokenizer, chat, hysteresis, fires):
+    """What died before is not over the target any more."""
+    ids, _ = conversation(engine, tokenizer, chat, budget=30)
+    answer = chat.answer(2)
+    engine.run(engine.request("r", ids, output=answer))
+    longer = ids + answer + chat.newline() + chat.turn(("tool", 2), ("user", 3))
+    # 30 stayed of 48; 3 generated, a newline, 7 and 8 of new messages, 3 of the generation prompt.
+    assert len(longer) - len(dead_of(engine, ids + answer[:-1])) == 30 + 22
+    engine.run(engine.request("s", longer, output=[5], options={"hysteresis": hysteresis}))
+    assert engine.runtime.counters.prune_events == 1 + fires
+
+
 def test_second_event_counts_from_what_is_live(engine, tokenizer, chat):
     """Dead positions cost nothing and do not die twice; the budget holds again after the next turn."""
     ids, _ = conversation(engine, tokenizer, chat, budget=40)
@@ -346,6 +380,16 @@ def test_second_event_counts_from_what_is_live(engine, tokenizer, chat):
     assert counters.live_cached_tokens == len(ids) + len(answer) - 1 - len(before)
     assert figures(req)["live_cached_tokens"] == counters.live_cached_tokens
     assert figures(req)["pruned_tokens"] == len(dead) - len(before)
+
+
+def test_protecting_what_is_dead_costs_nothing(engine, tokenizer, chat):
+    """Dead positions inside a protected span, or shared ones, do not use up the budget."""
+    ids, _ = conversation(engine, tokenizer, chat, budget=30)
+    engine.run(engine.request("r", ids, output=[5]))
+    before = dead_of(engine, ids)
+    longer = ids + chat.answer(3) + chat.newline() + chat.turn(("tool", 10), ("user", 7))
+    engine.run(engine.request("s", longer, output=[5], options={"keep": [[min(before), max(before) + 1]], "budget": 36}))
+    assert len(longer) - len(dead_of(engine, longer)) == 36
 
 
 @pytest.mark.parametrize("names", [("snapkv", "assistant"), ("intentkv", "snapkv"), ("assistant", "intentkv"), ("full", "assistant")])
@@ -408,8 +452,10 @@ def test_retraction_and_readmission(busy, chat):
     busy.prefill(req)
     dead = dead_of(busy, ids)
     assert dead
+    assert busy.bank.available == 64, "the prompt's queries are not needed any more"
     for _ in range(4):
         busy.decode(req)
+    assert busy.bank.available == 60
     key = req.customized_info[KEY].session_key
     busy.retract(req)
     assert busy.bank.available == 64
@@ -507,6 +553,33 @@ def test_abort_in_the_middle_of_the_prefill(busy, chat, chunks):
     assert len(ids) - len(dead_of(busy, [*ids, 5])) == 30
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_decode_steps_in_a_prefill_pass(engine_class, tokenizer, deferred):
+    """``--enable-mixed-chunk``: the decoding lane's query and dead count are its own, not those of the lanes before it."""
+    dead = []
+    for mixed in (False, True):
+        other = engine_class()
+        other.start_runtime(tokenizer, deferred, method="assistant", budget=30, window=5)
+        talk = Chat(tokenizer)
+        ids, answer = talk.turn(("system", 4), ("user", 12), ("user", 6)), talk.answer(8)
+        req = other.request("r", ids, output=answer)
+        other.prefill(req)
+        late = other.request("late", talk.turn(("user", 30)), output=[5])
+        while not req.finished():
+            if mixed and not late.finished():
+                assert other.admit(late, 9)
+                other.extend_admitted(late, decoding=[req])
+            else:
+                other.decode(req)
+        if not late.finished():
+            other.prefill(late)
+        longer = [*ids, *answer, *talk.newline(), *talk.turn(("tool", 9), ("user", 4))]
+        other.run(other.request("s", longer, output=[5]))
+        dead.append(dead_of(other, longer))
+        other.check()
+    assert dead[0] == dead[1]
+
+
 def test_abort_while_decoding(busy, chat):
     ids = chat.turn(("system", 4), ("user", 12), ("user", 6))
     req = busy.request("r", ids, output=chat.answer(12))
@@ -602,7 +675,7 @@ def test_deferred_eviction_spares_what_became_shared(engine, tokenizer, chat):
     assert dead_of(engine, ids) == set()
 
 
-@pytest.mark.parametrize("leave", ["finish", "retract", "abort"])
+@pytest.mark.parametrize("leave", ["finish", "retract", "retract and wait", "abort"])
 def test_deferred_eviction_of_a_request_that_left(engine, tokenizer, chat, leave):
     """Its eviction is under way: after its end the path is still its own, after a retraction it is scored anew."""
     ids, _ = conversation(engine, tokenizer, chat, deferred=True, budget=30)
@@ -615,6 +688,8 @@ def test_deferred_eviction_of_a_request_that_left(engine, tokenizer, chat, leave
         engine.abort(req)
     else:
         engine.retract(req)
+        if leave == "retract and wait":
+            engine.run(engine.request("other", chat.turn(("user", 3)), output=[5]))
         engine.check()
         assert dead_of(engine, ids) == set()
         engine.prefill(req)
@@ -772,8 +847,11 @@ class Agents:
         self.start(self.engine.request(f"r{self.count}", ids, output, self.pick([None, None, None, "x", "y"]), options))
 
     def start(self, req):
+        decoding = self.pick([[], self.running(mid_prefill=False)])
+        room = self.engine.allocator.available_size() + self.engine.cache.evictable_size()
         if self.engine.admit(req, self.pick([None, 8])):
-            self.engine.extend_admitted(req)
+            fits = req.extend_range.length + len(decoding) <= room - len(req.prefix_indices)
+            self.engine.extend_admitted(req, decoding=decoding if fits else [])
 
     def readmit(self):
         self.start(self.retracted.pop())
@@ -807,6 +885,9 @@ class Agents:
     def check(self):
         self.engine.check()
         assert list(self.runtime.running()) == self.engine.running
+        for req in self.engine.running:
+            row = self.engine.rows.req_to_token[req.req_pool_idx, : req.cache_protected_len]
+            assert torch.equal(req.prefix_indices[: len(row)], row.long()), "SGLang would write the stale copy to the row again"
         counters = self.runtime.counters
         assert counters.live_cached_tokens <= counters.cached_tokens <= counters.prompt_tokens
         assert counters.freed_slots == counters.pruned_tokens
