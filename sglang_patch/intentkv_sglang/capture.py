@@ -118,6 +118,9 @@ class MeanSum:
             self._total[index] += queries.float().sum(0)
 
     def captured(self, span: Span) -> Captured:
+        if self._total.is_cuda:
+            # Summed on the forward stream, read on the scheduler's: its memory must outlive the read.
+            self._total.record_stream(torch.cuda.current_stream())
         empty = torch.empty(0, dtype=torch.int64, device=self._total.device)
         return Captured(span=span, form="mean", positions=empty, queries=self._total / max(1, self.count), weight=self.count)
 
