@@ -215,7 +215,7 @@ def error_lines(log: Path | None, start: int = 0) -> list[str] | None:
     if log is None or not log.is_file():
         return None
     with log.open("rb") as file:
-        file.seek(start)
+        pass
         lines = (line.decode(errors="replace").rstrip() for line in file)
         return [line for line in lines if _ERRORS.search(line)][:_ERRORS_SHOWN]
 

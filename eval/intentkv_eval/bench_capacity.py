@@ -230,9 +230,7 @@ class Traffic:
                 continue
             body = generate_body(prompt, size.completion_tokens, self._arm.request, session_id=f"{self._run}/{name}")
             body["sampling_params"]["stream_interval"] = _STREAM_INTERVAL
-            turn = TurnRecord(
-                trajectory=name, source="bench", turn=number, arm=self._arm.name, status=SKIPPED, prompt_tokens=len(prompt)
-            )
+            turn = TurnRecord(trajectory=name, source="bench", turn=number, arm=self._arm.name, status=SKIPPED, prompt_tokens=len(prompt))
             try:
                 generation = await self._client.stream(body)
             except RequestFailed as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +16,17 @@ import torch
 import typer
 
 from intentkv.kernels.attention_scores import paged_key_scores
-from intentkv.scoring import key_scores
+from intentkv.scoring import Reduction, key_scores
+
+CASES: tuple[tuple[int, Reduction], ...] = ((1, "mass"), (16, "energy"), (64, "energy"), (256, "energy"))
+"""(queries a head, reduction)."""
 
 
 def median_ms(run: Callable[[], object], repeats: int = 20) -> float:
     """Median milliseconds of ``run`` by CUDA events, after three warm-ups."""
     for _ in range(3):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -57,17 +61,14 @@ def main(
     buffers = [torch.randn(pool, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
     for tokens in (4096, 8192, 32768, 65536):
         slots = torch.randperm(pool - 1, device="cuda")[:tokens] + 1
-        for n_queries, reduction in ((1, "mass"), (16, "energy"), (64, "energy"), (256, "energy")):
+        for n_queries, reduction in CASES:
             queries = torch.randn(layers, n_queries, query_heads, dim, device="cuda") * 0.3
-
-            def run(q: torch.Tensor = queries, s: torch.Tensor = slots, r: str = reduction) -> torch.Tensor:
-                return paged_key_scores(q, buffers, s, dim**-0.5, r)  # type: ignore[arg-type]
-
+            run = partial(paged_key_scores, queries, buffers, slots, dim**-0.5, reduction)
             error = 0.0
             if tokens == 4096:
                 half = queries.bfloat16()
-                want = sum(key_scores(half[i], buffers[i][slots], dim**-0.5, reduction) for i in range(layers))  # type: ignore[arg-type]
-                error = float((run() - want).norm() / want.norm())  # type: ignore[union-attr]
+                want = torch.stack([key_scores(half[i], buffers[i][slots], dim**-0.5, reduction) for i in range(layers)]).sum(0)
+                error = float((run() - want).norm() / want.norm())
             milliseconds = median_ms(run)
             gigabytes = 2 * layers * tokens * kv_heads * dim * 2 / 1e9
             tflop = 2 * 2 * layers * query_heads * n_queries * tokens * dim / 1e12

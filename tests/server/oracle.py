@@ -6,6 +6,7 @@ Nothing here uses the code under test.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -203,7 +204,7 @@ class StreamingRule(Rule):
         return torch.tensor(candidates, dtype=torch.float64)
 
 
-RULES: dict[str, type[Rule]] = {
+RULES: dict[str, Callable[[], Rule]] = {
     "intentkv": IntentKVRule,
     "assistant": AssistantRule,
     "snapkv": SnapKVRule,

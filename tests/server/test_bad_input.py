@@ -48,7 +48,7 @@ def test_wrong_options(served: Client, case: str) -> None:
     custom, expected = WRONG[case]
     sampling = {"temperature": 0, "max_new_tokens": 1}
     wrong = sampling | {"custom_params": custom}
-    bodies = [
+    bodies: list[dict[str, Any]] = [
         {"input_ids": [1000, 1001], "sampling_params": wrong},
         {"input_ids": [[1000, 1001], [1002]], "sampling_params": [sampling, wrong]},
     ]

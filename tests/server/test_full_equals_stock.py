@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from .harness import Answer, Chat, Client, at_once
 from .oracle import DenseModel, check_greedy
 
 NEW_TOKENS = 12
-WAYS: dict[str, dict[str, object]] = {"full": {"method": "full"}, "never reached": {"budget": 100_000, "hysteresis": 0}}
+WAYS: dict[str, dict[str, Any]] = {"full": {"method": "full"}, "never reached": {"budget": 100_000, "hysteresis": 0}}
 
 
 @pytest.fixture
@@ -35,17 +36,17 @@ def prompts(new_chat: Callable[[], Chat]) -> list[list[int]]:
     return [*plain, *branches, *talks, stem, plain[3], stem[:45]]
 
 
-def one_by_one(server: Client, prompts: list[list[int]], options: dict[str, object] | None) -> list[Answer]:
+def one_by_one(server: Client, prompts: list[list[int]], options: dict[str, Any] | None) -> list[Answer]:
     server.flush()
     return [server.generate(ids, NEW_TOKENS, options) for ids in prompts]
 
 
-def concurrent(server: Client, prompts: list[list[int]], options: dict[str, object] | None) -> list[Answer]:
+def concurrent(server: Client, prompts: list[list[int]], options: dict[str, Any] | None) -> list[Answer]:
     server.flush()
     return at_once([partial(server.generate, ids, NEW_TOKENS, options) for ids in prompts])
 
 
-def batched(server: Client, prompts: list[list[int]], options: dict[str, object] | None) -> list[Answer]:
+def batched(server: Client, prompts: list[list[int]], options: dict[str, Any] | None) -> list[Answer]:
     server.flush()
     return server.generate_batch(prompts, NEW_TOKENS, options)
 
@@ -75,7 +76,7 @@ def test_outputs_equal_transformers(served: Client, dense: DenseModel, prompts: 
     """``generate`` of an untouched transformers model; the tests' own oracle agrees with it."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     for ids in (prompts[0], prompts[5], prompts[9], prompts[12]):
         prompt = torch.tensor([ids])
         whole = model.generate(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING

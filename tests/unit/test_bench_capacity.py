@@ -188,7 +188,9 @@ def test_all_arms_get_the_same_prompts(frames: Frames) -> None:
     assert [body["input_ids"] for body in stock.bodies] == [body["input_ids"] for body in plugin.bodies]
     assert len({tuple(body["input_ids"]) for body in stock.bodies}) == 12
     assert all("custom_params" not in body["sampling_params"] for body in stock.bodies)
-    assert {json.dumps(b["sampling_params"]["custom_params"]) for b in plugin.bodies} == {'{"intentkv": {"method": "snapkv", "budget": 64}}'}
+    assert {json.dumps(b["sampling_params"]["custom_params"]) for b in plugin.bodies} == {
+        '{"intentkv": {"method": "snapkv", "budget": 64}}'
+    }
     assert len({body["session_id"] for body in plugin.bodies}) == 3  # of 4 + 6 + 3 turns
 
 
@@ -207,7 +209,7 @@ def test_pool_is_a_share_of_what_runs_at_a_time() -> None:
     """Catches a working set of all sessions, and a pool that cannot hold the longest one."""
     sessions = [Session("a", (), 1000), Session("b", (), 3000)]
     assert pool_tokens(sessions, 4, 0.5) == 4000
-    with pytest.raises(ConfigError, match="3000 tokens, a pool of 0.3 has 2400"):
+    with pytest.raises(ConfigError, match=r"3000 tokens, a pool of 0\.3 has 2400"):
         pool_tokens(sessions, 4, 0.3)
 
 

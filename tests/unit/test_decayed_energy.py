@@ -43,8 +43,8 @@ def energy(request, dense, queries, visible):
 def test_memory_over_turns_with_evictions(fake_request, dense, turns, decay, seed, data):
     """Turns of (other text, assistant text), positions evicted in between.
 
-    Catches: decay once too often, non-causal attention, a softmax over less than what the query sees, scores lost or read for evicted positions,
-    new positions that inherit something.
+    Catches: decay once too often, non-causal attention, a softmax over less than what the query sees, scores lost or read for evicted
+    positions, new positions that inherit something.
     """
     length = 4 + sum(a + b for a, b in turns)
     request = fake_request(length, seed=seed)
