@@ -7,15 +7,15 @@ import contextlib
 import platform
 import re
 import subprocess
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import httpx
-import plotly.graph_objects as go
 import typer
 from pydantic import BaseModel
+from tqdm import tqdm
 from typer.core import TyperCommand
 
 from intentkv.cli import OneLineErrors
@@ -215,15 +215,25 @@ def error_lines(log: Path | None, start: int = 0) -> list[str] | None:
     if log is None or not log.is_file():
         return None
     with log.open("rb") as file:
-        pass
+        file.seek(start)
         lines = (line.decode(errors="replace").rstrip() for line in file)
         return [line for line in lines if _ERRORS.search(line)][:_ERRORS_SHOWN]
 
 
-def page(figure: go.Figure) -> str:
-    """``figure`` as one HTML page that works offline."""
+def page(figure: Any) -> str:
+    """A plotly figure as one HTML page that works offline."""
     text: str = figure.to_html(include_plotlyjs=True, config={"displaylogo": False, "responsive": True})
     return text
+
+
+def write_picture(result_file: Path, picture: Callable[[], str]) -> None:
+    """Write what ``picture`` draws beside ``result_file``; a note where plotly is missing, as on a bare GPU machine."""
+    try:
+        result_file.with_suffix(".html").write_text(picture(), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        if error.name != "plotly":
+            raise
+        tqdm.write(f"No picture: plotly is not installed; draw it later with: python -m intentkv_eval.bench_pictures {result_file}")
 
 
 def new_folder(out: Path, result: str) -> Path:

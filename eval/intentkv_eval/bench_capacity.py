@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import plotly.graph_objects as go
 import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -36,7 +35,6 @@ from intentkv_eval.turns import SKIPPED, Percentiles, TurnRecord, aggregate, fin
 
 RESULT_FILE = "bench_capacity.json"
 TURNS_FILE = "turns.jsonl"
-PICTURE_FILE = "bench_capacity.html"
 
 _GIVE_UP = 3
 """A lane stops after this many failed sessions in a row: a dead server must not be counted thousands of times."""
@@ -391,6 +389,8 @@ def _median_ratio(pairs: Sequence[tuple[Cell, Cell]], value: Callable[[Cell], fl
 
 def picture(result: Result) -> str:
     """Turn throughput against stock over the pool's share, as one HTML page that works offline."""
+    import plotly.graph_objects as go  # only the picture needs it
+
     figure = go.Figure()
     for arm in dict.fromkeys(ratio.arm for ratio in result.ratios):
         points = sorted((r.pool_share, r.turns) for r in result.ratios if r.arm == arm and r.turns is not None)
@@ -475,13 +475,12 @@ class Bench:
             cell, turns = asyncio.run(run_cell(endpoint, self._frames, self._sessions, arm, self._options, pool, round_number))
         except RequestFailed as error:
             raise ConfigError(f"The {arm.kind} server cannot be measured: {error}; see its log.") from error
-        out = self._servers.out
-        with (out / TURNS_FILE).open("a") as file:
+        with self._file.with_name(TURNS_FILE).open("a") as file:
             file.writelines(turn.model_dump_json() + "\n" for turn in turns)
         self.result.cells.append(cell)
         self.result.ratios = ratios(self.result.cells)
         self._file.write_text(self.result.model_dump_json(indent=2) + "\n")
-        (out / PICTURE_FILE).write_text(picture(self.result), encoding="utf-8")
+        bench_arms.write_picture(self._file, lambda: picture(self.result))
 
 
 async def _sessions(options: Options, trajectories: Sequence[Any]) -> tuple[Frames, list[Session]]:

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
-import plotly.graph_objects as go
 import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -30,7 +29,6 @@ from intentkv_eval.client import RequestFailed, generate_body
 from intentkv_eval.server import ServerError
 
 RESULT_FILE = "bench_decode.json"
-PICTURE_FILE = "bench_decode.html"
 
 SYSTEM_TOKENS = 128
 LAST_TOKENS = 128
@@ -264,11 +262,13 @@ class Bench:
     def _write(self) -> None:
         self.result.ratios = ratios(self.result.cells)
         self._file.write_text(self.result.model_dump_json(indent=2) + "\n")
-        self._file.with_name(PICTURE_FILE).write_text(picture(self.result), encoding="utf-8")
+        bench_arms.write_picture(self._file, lambda: picture(self.result))
 
 
 def picture(result: Result) -> str:
     """Step time over logical length, one line for each arm and batch size, as one HTML page that works offline."""
+    import plotly.graph_objects as go  # only the picture needs it
+
     figure = go.Figure()
     for arm, batch in dict.fromkeys((cell.arm, cell.batch) for cell in result.cells):
         points = [(c.length, c.step_s * 1000) for c in result.cells if (c.arm, c.batch) == (arm, batch) and c.skipped is None]

@@ -1,7 +1,7 @@
 """Scoring cost on this GPU against its own ceilings: ``python -m intentkv_eval.bench_kernels --out FILE``.
 
-Per (tokens, queries a head): milliseconds of one scoring event, bytes of K read twice over measured copy bandwidth, and matrix work over the
-measured matrix rate. Shapes default to an 8B model: 36 layers, 32 query heads, 8 KV heads, head dim 128, bf16.
+Per (tokens, queries a head): milliseconds of one scoring event, bytes of K read twice over measured copy bandwidth, and matrix work over
+the measured matrix rate. Shapes default to an 8B model: 36 layers, 32 query heads, 8 KV heads, head dim 128, bf16.
 """
 
 from __future__ import annotations

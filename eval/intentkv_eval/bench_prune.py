@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Annotated
 
-import plotly.graph_objects as go
 import typer
 from pydantic import BaseModel, ConfigDict
 from rich.console import Console
@@ -30,7 +29,6 @@ from intentkv_eval.client import RequestFailed, generate_body
 from intentkv_eval.server import ServerError
 
 RESULT_FILE = "bench_prune.json"
-PICTURE_FILE = "bench_prune.html"
 
 _NEVER = 10_000_000
 """A budget that no request reaches."""
@@ -205,12 +203,14 @@ class Bench:
                 result.server_errors = bench_arms.error_lines(endpoint.log)
                 result.costs = costs(result.events)
                 self._file.write_text(result.model_dump_json(indent=2) + "\n")
-                self._file.with_name(PICTURE_FILE).write_text(picture(result), encoding="utf-8")
+                bench_arms.write_picture(self._file, lambda: picture(result))
         return result
 
 
 def picture(result: Result) -> str:
     """Milliseconds of an event over the request's length, as one HTML page that works offline."""
+    import plotly.graph_objects as go  # only the picture needs it
+
     figure = go.Figure()
     for arm in dict.fromkeys(cost.arm for cost in result.costs):
         points = [(cost.length, cost.p50_s * 1000) for cost in result.costs if cost.arm == arm]

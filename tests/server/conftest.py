@@ -11,14 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from intentkv_eval.server import running_server
 
-from .harness import PATIENCE_S, Chat, Client
+from .harness import API_KEY, BUDGET, CHUNK, POOL, TIGHT_POOL, Chat, Client
 from .oracle import DenseModel
-
-BUDGET = 256
-POOL = 6000
-API_KEY = "secret"
-TIGHT_POOL = 1500
-CHUNK = 128
 
 # The scheduler of an idle server polls, at a whole core, unless told to sleep.
 _COMMON = ["--sleep-on-idle", "--method", "assistant", "--budget", str(BUDGET)]
@@ -32,8 +26,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def alarms() -> Iterator[None]:
-    """Every server runs with SGLang's strict checks and our own: an accounting error ends it."""
+    """Every server runs on the CPU, with SGLang's strict checks and our own: an accounting error ends it."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
         patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         patch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
         patch.setenv("INTENTKV_DEBUG", "1")
@@ -48,7 +43,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def _served(alarms: None, tiny_model: Path, logs: Path) -> Iterator[Client]:
     arguments = ["--model", str(tiny_model), *_COMMON, "--max-total-tokens", str(POOL)]
-    with running_server(arguments, logs / "served.log", PATIENCE_S) as server:
+    with running_server(arguments, logs / "served.log") as server:
         yield Client(server)
 
 
@@ -57,14 +52,14 @@ def _tight(alarms: None, tiny_model: Path, logs: Path) -> Iterator[Client]:
     # A schedule this bold admits more than fits, so that SGLang has to retract.
     arguments = ["--model", str(tiny_model), *_COMMON, "--max-total-tokens", str(TIGHT_POOL), "--schedule-conservativeness", "0.01"]
     arguments += ["--chunked-prefill-size", str(CHUNK), "--api-key", API_KEY]
-    with running_server(arguments, logs / "tight.log", PATIENCE_S) as server:
+    with running_server(arguments, logs / "tight.log") as server:
         yield Client(server, API_KEY)
 
 
 @pytest.fixture(scope="session")
 def _stock(alarms: None, tiny_model: Path, logs: Path) -> Iterator[Client]:
     arguments = ["--model", str(tiny_model), "--stock", "--sleep-on-idle", "--max-total-tokens", str(POOL)]
-    with running_server(arguments, logs / "stock.log", PATIENCE_S) as server:
+    with running_server(arguments, logs / "stock.log") as server:
         yield Client(server)
 
 
@@ -74,7 +69,7 @@ def _plain(alarms: None, tiny_model: Path, logs: Path, tmp_path_factory: pytest.
     for file in (*folder.glob("*.json"), *folder.glob("*.jinja")):
         file.write_text(file.read_text().replace("<|im_start|>", "<|left|>").replace("<|im_end|>", "<|right|>"))
     arguments = ["--model", str(folder), *_COMMON, "--max-total-tokens", str(POOL), "--disable-overlap-schedule"]
-    with running_server(arguments, logs / "plain.log", PATIENCE_S) as server:
+    with running_server(arguments, logs / "plain.log") as server:
         yield Client(server)
 
 

@@ -16,6 +16,13 @@ from intentkv_eval.server import Server
 
 T = TypeVar("T")
 
+BUDGET = 256
+POOL = 6000
+TIGHT_POOL = 1500
+CHUNK = 128
+API_KEY = "secret"
+"""Settings of the servers; the last three only of the tight one."""
+
 PATIENCE_S = 300.0
 """A shared machine may be 30 times slower than an idle one."""
 

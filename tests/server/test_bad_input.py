@@ -14,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from .conftest import CHUNK, POOL
-from .harness import PATIENCE_S, Chat, Client, generate_body
+from .harness import CHUNK, PATIENCE_S, POOL, Chat, Client, generate_body
 from .oracle import FIRST_STEP, DenseModel, SessionOracle, check_greedy
 
 WRONG: dict[str, tuple[Any, str]] = {

@@ -13,8 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from .conftest import CHUNK
-from .harness import Answer, Chat, Client, at_once
+from .harness import CHUNK, Answer, Chat, Client, at_once
 from .oracle import FIRST_STEP, DenseModel, check_greedy, greedy_gap
 
 TOLERANCE = 1e-4

@@ -167,12 +167,15 @@ def test_identical_prompts_at_once(served: Client, dense: DenseModel, new_chat: 
         check_greedy(dense, prompt, answers[0].output_ids)
 
 
-def test_identical_conversations_at_once(served: Client, new_chat: Callable[[], Chat]) -> None:
+def test_identical_conversations_at_once(served: Client, dense: DenseModel, new_chat: Callable[[], Chat]) -> None:
     """The same over-budget session prompt several times at once: whoever is first may prune, no slot is freed twice."""
     chat = new_chat().say("system", 20).say("user", 60).say("assistant", 40).say("tool", 40)
     prompt = chat.ask()
     options = {"budget": 80, "hysteresis": 0}
     at_once([partial(served.generate, prompt, NEW_TOKENS, options, session_id="twins")] * 6)
     at_once([partial(served.generate, prompt, NEW_TOKENS, options)] * 6)
-    again = served.generate(prompt, NEW_TOKENS, options, session_id="twins")
+    dead = served.dead("twins")
+    again = served.generate(prompt, NEW_TOKENS, {"method": "full"}, session_id="twins")
     assert again.cached_tokens == len(prompt) - 1
+    assert again.figures["dead_tokens"] == len(dead)
+    check_greedy(dense, prompt, again.output_ids, dict.fromkeys(dead, len(prompt) - 1))

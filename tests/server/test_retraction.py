@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from .conftest import TIGHT_POOL
-from .harness import Answer, Chat, Client, at_once, generate_body
+from .harness import TIGHT_POOL, Answer, Chat, Client, at_once, generate_body
 from .oracle import FIRST_STEP, DenseModel, greedy_gap
 
 

@@ -95,3 +95,18 @@ def test_server_is_started_with_the_flags_of_its_kind(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="--url-stock"), servers.serve("stock"):
         pass
     assert len(started) == 2
+
+
+def test_picture_is_optional_where_plotly_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches measured results that are lost for want of a drawing library, and other missing modules that go unnoticed."""
+
+    def missing(name: str) -> str:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    file = tmp_path / "bench_decode.json"
+    bench_arms.write_picture(file, lambda: missing("plotly"))
+    assert "bench_pictures" in capsys.readouterr().out
+    with pytest.raises(ModuleNotFoundError):
+        bench_arms.write_picture(file, lambda: missing("numpy"))
+    bench_arms.write_picture(file, lambda: "page")
+    assert (tmp_path / "bench_decode.html").read_text() == "page"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 
 
 class Evicting(FakeServer):
-    """Evicts ``each`` times in every request whose budget its prompt passes."""
+    """Evicts ``each`` times in every request whose budget its prompt passes; has evicted 3 times before."""
 
     def __init__(self, each: int = 1) -> None:
         super().__init__(plugin=True)
@@ -35,7 +35,12 @@ class Evicting(FakeServer):
         if request.url.path == "/intentkv/status":
             over = [b for b in self.bodies if len(b["input_ids"]) > b["sampling_params"]["custom_params"]["intentkv"]["budget"]]
             evicted = sum(len(b["input_ids"]) - b["sampling_params"]["custom_params"]["intentkv"]["budget"] for b in over)
-            counters = {"prune_events": self.each * len(over), "pruned_tokens": evicted, "prune_seconds": 0.5 * len(over), "declined": {}}
+            counters = {
+                "prune_events": 3 + self.each * len(over),
+                "pruned_tokens": 77 + evicted,
+                "prune_seconds": 8 + 0.5 * len(over),
+                "declined": {},
+            }
             return httpx.Response(200, json={"counters": counters})
         return await super()._route(request)
 
