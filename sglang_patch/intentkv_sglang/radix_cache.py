@@ -16,6 +16,8 @@ from intentkv.kernels.compact import DEAD_SLOT
 from intentkv_sglang.tree_component import IntentKVFullComponent, node_tag
 
 _FULL = ComponentType.FULL
+_DEAD_COUNTS = 4096
+"""Cached dead counts, at most."""
 
 
 class PathNode(NamedTuple):
@@ -120,6 +122,8 @@ class IntentKVRadixCache(UnifiedRadixCache):
             return 0
         count = self._dead_counts.get(node_id)
         if count is None:
+            if len(self._dead_counts) >= _DEAD_COUNTS:
+                self._dead_counts.clear()
             count = sum(node_tag(p.node).n_dead for p in self.path(node_id))
             self._dead_counts[node_id] = count
         return count

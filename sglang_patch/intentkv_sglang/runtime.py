@@ -138,6 +138,8 @@ class Runtime:
         self._ranks = RankGroup.of(scheduler)
         self._deferred = self._rows.req_to_token.is_cuda
         """On a GPU an eviction is committed one pass after it was scored: nobody waits for the device."""
+        self._captures_decode = not self._deferred or channel.decode_tap is not None
+        """A recorded decode graph captures only what it was recorded with: nothing when the server's own method needs nothing."""
 
     # ---- Before a pass ----
 
@@ -193,7 +195,7 @@ class Runtime:
             else:
                 sampled = _sampled(start, wanted.span.end, wanted.limit)
                 request.windows.append((wanted.span, RowLease(self._bank, wanted.limit), sampled))
-        if method.aggregator is not None and method.queries.decode:
+        if method.aggregator is not None and method.queries.decode and self._captures_decode:
             request.turn = RowLease(self._bank, method.queries.decode_limit)
         return request
 
@@ -337,9 +339,6 @@ class Runtime:
         target = n_forced + min(keep, candidates.numel())
         if not request.trigger.fires(n_live, target):
             return
-        if not candidates.numel():
-            self.counters.declined["nothing_evictable"] += 1
-            return
         if keep == 0:
             self.counters.declined["budget_below_forced_keep"] += 1
         history = candidates.to(self.cache.tree_core.device, non_blocking=True)
@@ -379,11 +378,11 @@ class Runtime:
             self.counters.pruned_tokens += evicted.numel()
             self.counters.freed_slots += evicted.numel()
             request.state.pruned_tokens += evicted.numel()
+            seconds = prune.seconds + time.perf_counter() - started
+            self.counters.prune_seconds += seconds
+            self.prune_durations.append(seconds)
         request.figures.evicted(evicted.numel(), prune.n_forced, prune.target)
         self._book(request, req.last_node)
-        seconds = prune.seconds + time.perf_counter() - started
-        self.counters.prune_seconds += seconds
-        self.prune_durations.append(seconds)
 
     def _book(self, request: RunningRequest, node_id: int) -> None:
         dead = self.cache.n_dead(node_id)
