@@ -96,6 +96,14 @@ def context_problems(ctx: Any) -> list[str]:
     return problems
 
 
+def backend_problems(attn_backend: Any) -> list[str]:
+    """One sentence when the attention backend that SGLang built has no live view, for example because it chose one by itself."""
+    if getattr(attn_backend, "sees_live_slots_only", False):
+        return []
+    change = f"start with --attention-backend {' or '.join(BACKENDS)}."
+    return [f"IntentKV does not support the attention backend {type(attn_backend).__name__}: {change}"]
+
+
 def require(problems: list[str]) -> None:
     """Raises:
     GuardError: naming the first problem, when there is one.

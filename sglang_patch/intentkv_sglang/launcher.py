@@ -24,6 +24,8 @@ _CPU_FLAGS = (
     ("--max-running-requests", "8"),
 )
 
+_GPU_FLAGS = (("--attention-backend", "triton"),)
+
 
 def _given(flag: str, extra: list[str]) -> bool:
     return any(a == flag or a.startswith(f"{flag}=") for a in extra)
@@ -33,8 +35,7 @@ def server_arguments(model: str, stock: bool, extra: list[str], cpu: bool) -> li
     """SGLang's command line: ours first, never overriding a flag the user gave."""
     arguments = ["--model-path", model]
     defaults: list[tuple[str, str | None]] = [("--enable-cache-report", None), ("--enable-metrics", None)]
-    if cpu:
-        defaults += _CPU_FLAGS
+    defaults += _CPU_FLAGS if cpu else _GPU_FLAGS
     if not stock:
         defaults.append(("--radix-cache-backend", compat.BACKEND_NAME))
     for flag, value in defaults:

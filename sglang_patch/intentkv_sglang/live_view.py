@@ -130,7 +130,7 @@ class ShadowRows:
         return LiveView(fields)
 
 
-BACKENDS: dict[str, bool] = {"torch_native": True, "triton": False, "flashinfer": False, "fa3": False}
+BACKENDS: dict[str, bool] = {"torch_native": True, "triton": False}
 """Wrapped attention backends; the value says whether the backend reads ``req_to_token`` inside forward and not only in its metadata."""
 
 
@@ -139,6 +139,7 @@ def with_live_view(backend: Any, name: str, shadows: ShadowRows, channel: PassCh
     reads_rows_in_forward = BACKENDS[name]
 
     class LiveViewBackend(type(backend)):  # type: ignore[misc]
+        sees_live_slots_only = True
         _view: LiveView | None = None
 
         def init_forward_metadata(self, forward_batch: Any) -> Any:

@@ -123,6 +123,7 @@ def _bind(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     global _exporter
     if _runtime is None:
         return
+    guards.require(guards.backend_problems(scheduler.tp_worker.model_runner.attn_backend))
     _runtime.bind(scheduler, _bank, _channel)
     if scheduler.server_args.enable_metrics and scheduler.tp_group.rank_in_group == 0:
         from intentkv_sglang.exporter import Exporter

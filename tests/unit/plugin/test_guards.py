@@ -194,3 +194,18 @@ def test_logit_capping_and_mixed_layers_are_refused():
         with pytest.raises(ValueError, match=message) as caught:
             compat.attention_shape(broken)
         assert one_sentence(str(caught.value))
+
+
+def test_a_backend_without_a_live_view_is_refused():
+    """SGLang may choose a backend by itself. Catches: a server whose attention reads dead slots."""
+
+    class Other:
+        pass
+
+    class Wrapped:
+        sees_live_slots_only = True
+
+    (problem,) = guards.backend_problems(Other())
+    assert "Other" in problem
+    assert "--attention-backend" in problem
+    assert guards.backend_problems(Wrapped()) == []
