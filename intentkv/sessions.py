@@ -46,7 +46,7 @@ class SessionState:
                 memory[name] = value[:length].clone()
             elif whole:
                 memory[name] = value.clone()
-        return SessionState(key=key, memory=memory, scored_length=min(self.scored_length, length), turns=self.turns)
+        return SessionState(key=key, memory=memory, scored_length=min(self.scored_length, length))
 
 
 class SessionStore:

@@ -22,6 +22,8 @@ _CPU_FLAGS = (
     ("--mem-fraction-static", "0.5"),
     ("--max-total-tokens", "32768"),
     ("--max-running-requests", "8"),
+    # An idle scheduler that polls would take a share of the few cores there are.
+    ("--sleep-on-idle", None),
 )
 
 _GPU_FLAGS = (("--attention-backend", "triton"),)

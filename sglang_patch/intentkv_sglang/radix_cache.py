@@ -16,6 +16,8 @@ from intentkv.kernels.compact import DEAD_SLOT
 from intentkv_sglang.tree_component import IntentKVFullComponent, node_tag
 
 _FULL = ComponentType.FULL
+_OWNERS = 8
+"""Owners a node names, at most."""
 _DEAD_COUNTS = 4096
 """Cached dead counts, at most."""
 
@@ -149,11 +151,14 @@ class IntentKVRadixCache(UnifiedRadixCache):
         return set(node_tag(self.tree_core.node_by_id(node_id)).owners)
 
     def add_owner(self, node_id: int, owner: str) -> None:
-        """Tag the path with ``owner``. Tags are passed on by splits, so a tagged node's ancestors are tagged too."""
+        """Tag the path with ``owner``. Tags are passed on by splits, so a tagged node's ancestors are tagged too.
+
+        A node that many sessions share names only the first of them: who else uses it makes no difference any more.
+        """
         node = self.tree_core.node_by_id(node_id)
         while node is not self.tree_core.root_node:
             tag = node_tag(node)
-            if owner in tag.owners:
+            if owner in tag.owners or len(tag.owners) >= _OWNERS:
                 return
             tag.owners.add(owner)
             node = node.parent

@@ -65,7 +65,7 @@ def test_fork(length, whole):
     assert child.memory["per_position"].tolist() == list(range(min(length, 10)))
     assert child.scored_length == min(length, 10)
     assert ("per_head" in child.memory) == whole
-    assert child.turns == 3
+    assert child.turns == 0
     assert not child.active
     assert child.pruned_tokens == child.logical_tokens == child.live_tokens == 0
 

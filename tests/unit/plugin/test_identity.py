@@ -87,7 +87,7 @@ def test_earlier_divergence_forks(conversation, kept):
     assert fork.memory.keys() == {"scores"}
     assert fork.memory["scores"].tolist() == list(range(kept))
     assert fork.scored_length == kept
-    assert fork.turns == 2
+    assert fork.turns == 1
     assert first.memory["scores"].numel() == 11
     # Each of the two goes on as itself.
     assert conversation.turn([*PROMPT, 20, 21, 60]) is first
