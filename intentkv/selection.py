@@ -53,8 +53,3 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     order = torch.sort(scores.detach(), stable=True).indices
     kept[order[n - count :]] = True
     return kept
-
-
-def select_dead(scores: torch.Tensor, history: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions of ``history`` ([n] int64, ascending) that do not stay when the ``count`` best-scored do: [m] int64, ascending, CPU."""
-    return history.cpu()[~top_positions(scores, count).cpu()]

@@ -7,7 +7,7 @@ import torch
 
 from intentkv.config import Config
 from intentkv.methods import build_method, method_info, method_names
-from intentkv.selection import select_dead
+from intentkv.selection import top_positions
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt, Span
 
@@ -38,7 +38,7 @@ def turn(name, request, prompt, capture, state=None, forced=True):
     mask = method.forced.mask(prompt) if forced else torch.zeros(prompt.length, dtype=torch.bool)
     history = torch.tensor([p for p in request.live.tolist() if p < prompt.length and not mask[p]], dtype=torch.int64)
     scores = method.aggregator.score(state, history, captured, request, prompt)
-    return scores, history, select_dead(scores, history, history.numel() // 3)
+    return scores, history, history[~top_positions(scores, history.numel() // 3)]
 
 
 def check(scores, history):

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from intentkv.selection import ForcedKeep, select_dead, top_positions
+from intentkv.selection import ForcedKeep, top_positions
 from intentkv.spans import Prompt, Span
 
 pytestmark = pytest.mark.unit
@@ -24,17 +24,6 @@ def test_the_best_stay_and_ties_go_to_the_later(scores, count):
     kept = top_positions(torch.tensor(scores), count)
     assert kept.dtype == torch.bool
     assert set(kept.nonzero().flatten().tolist()) == expected
-
-
-@given(scores=score_lists, count=st.integers(0, 90), data=st.data())
-def test_select_dead_is_the_rest(scores, count, data):
-    """Catches: indices into the history returned instead of positions, an order other than ascending, more than the budget evicted."""
-    positions = data.draw(st.lists(st.integers(0, 10_000), min_size=len(scores), max_size=len(scores), unique=True).map(sorted))
-    history = torch.tensor(positions, dtype=torch.int64)
-    dead = select_dead(torch.tensor(scores), history, count)
-    assert dead.dtype == torch.int64
-    ranked = sorted(zip(scores, positions, strict=True), reverse=True)
-    assert dead.tolist() == sorted(position for _, position in ranked[count:])
 
 
 def test_large_ties_are_deterministic():
