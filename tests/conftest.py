@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from pathlib import Path
 
 import pytest
 
 from intentkv_sglang.default_model import ensure_default_model, make_tiny_model
+
+# Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
+# imported here, before anything that imports SGLang or transformers.
+os.environ["TRITON_INTERPRET"] = "1"
+importlib.import_module("triton.experimental.gluon")
+del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")

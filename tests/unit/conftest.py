@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -17,11 +15,6 @@ from intentkv.spans import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-# Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours.
-os.environ["TRITON_INTERPRET"] = "1"
-importlib.import_module("triton.experimental.gluon")
-del os.environ["TRITON_INTERPRET"]
 
 # Layer ids that differ from their index: a mix-up of the two shows.
 LAYERS = (1, 3)
