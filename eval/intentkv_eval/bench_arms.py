@@ -23,7 +23,7 @@ from intentkv.config import ConfigError, RequestOptions
 from intentkv_eval.client import RequestFailed, ServerClient, connect
 from intentkv_eval.provenance import Provenance, collect
 from intentkv_eval.replay import request_options
-from intentkv_eval.server import running_server
+from intentkv_eval.server import ServerError, running_server
 
 Kind = Literal["stock", "plugin"]
 
@@ -208,6 +208,16 @@ def log_size(log: Path | None) -> int:
     with contextlib.suppress(OSError):
         return log.stat().st_size if log is not None else 0
     return 0
+
+
+@contextmanager
+def one_line_server_errors() -> Iterator[None]:
+    """A server that does not start becomes one line on stderr and exit status 1."""
+    try:
+        yield
+    except ServerError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
 
 
 def error_lines(log: Path | None, start: int = 0) -> list[str] | None:

@@ -29,7 +29,6 @@ from intentkv_eval.bench_arms import Arm, Command, Endpoint, Kind, Origin, Serve
 from intentkv_eval.bench_counters import PruneCounters, read_counters
 from intentkv_eval.bench_prompts import Dialogue, Frames, Session, joined_sessions, open_frames, recorded_sessions
 from intentkv_eval.client import RequestFailed, ServerClient, generate_body
-from intentkv_eval.server import ServerError
 from intentkv_eval.trajectories import load_dataset
 from intentkv_eval.turns import SKIPPED, Percentiles, TurnRecord, aggregate, finished
 
@@ -599,10 +598,8 @@ def main(
     existing = bench_arms.existing_servers(url_stock, log_stock, url_plugin, log_plugin)
     bench = Bench(options, Servers(model, context.args, out, start_timeout, existing))
     try:
-        bench.run()
-    except ServerError as error:
-        typer.echo(f"Error: {error}", err=True)
-        return 1
+        with bench_arms.one_line_server_errors():
+            bench.run()
     finally:
         if bench.result.cells:
             Console(width=200).print(*tables(bench.result))

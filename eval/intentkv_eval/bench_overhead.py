@@ -26,7 +26,6 @@ from intentkv_eval.bench_decode import LAST_TOKENS, SYSTEM_TOKENS, Batch
 from intentkv_eval.bench_prompts import Dialogue, Frames, open_frames
 from intentkv_eval.bench_steps import timed_generate
 from intentkv_eval.client import RequestFailed, generate_body
-from intentkv_eval.server import ServerError
 
 RESULT_FILE = "bench_overhead.json"
 
@@ -266,10 +265,8 @@ def main(
     existing = bench_arms.existing_servers(url_stock, log_stock, url_plugin, log_plugin)
     bench = Bench(options, Servers(model, context.args, out, start_timeout, existing))
     try:
-        bench.run()
-    except ServerError as error:
-        typer.echo(f"Error: {error}", err=True)
-        return 1
+        with bench_arms.one_line_server_errors():
+            bench.run()
     finally:
         if bench.result.comparisons:
             Console(width=160).print(table(bench.result))

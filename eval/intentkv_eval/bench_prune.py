@@ -26,7 +26,6 @@ from intentkv_eval.bench_counters import PruneCounters, read_counters
 from intentkv_eval.bench_decode import SYSTEM_TOKENS
 from intentkv_eval.bench_prompts import Dialogue, Frames, open_frames
 from intentkv_eval.client import RequestFailed, generate_body
-from intentkv_eval.server import ServerError
 
 RESULT_FILE = "bench_prune.json"
 
@@ -277,11 +276,8 @@ def main(
     bench = Bench(
         options, Servers(model, context.args, out, start_timeout, bench_arms.existing_servers(None, None, url_plugin, log_plugin))
     )
-    try:
+    with bench_arms.one_line_server_errors():
         bench.run()
-    except ServerError as error:
-        typer.echo(f"Error: {error}", err=True)
-        return 1
     Console(width=160).print(table(bench.result))
     return 0
 

@@ -60,8 +60,8 @@ class RunningRequest:
     state: SessionState
     figures: Figures
     means: list[tuple[Span, MeanSum]] = field(default_factory=list)
-    windows: list[tuple[Span, RowLease, frozenset[int]]] = field(default_factory=list)
-    """(span, lease, sampled positions) of single queries wanted from the prompt."""
+    windows: list[tuple[Span, RowLease, tuple[int, ...]]] = field(default_factory=list)
+    """(span, lease, sampled positions, ascending) of single queries wanted from the prompt."""
     turn: RowLease | None = None
     """Queries of the turn being generated."""
     prefilled: bool = False
@@ -85,10 +85,10 @@ class RunningRequest:
             self.turn.close()
 
 
-def _sampled(start: int, end: int, limit: int) -> frozenset[int]:
-    """At most ``limit`` evenly spaced positions of ``[start, end)``, the last one among them."""
+def _sampled(start: int, end: int, limit: int) -> tuple[int, ...]:
+    """At most ``limit`` evenly spaced positions of ``[start, end)``, ascending, the last one among them."""
     stride = -(-(end - start) // limit)
-    return frozenset(range(end - 1, start - 1, -stride))
+    return tuple(range(end - 1, start - 1, -stride))[::-1]
 
 
 @dataclass
@@ -218,7 +218,7 @@ class Runtime:
                 plan.means.append((total, token + first - start, token + last - start))
                 total.count += last - first
         for _, lease, sampled in request.windows:
-            for position in sorted(p for p in sampled if start <= p < end):
+            for position in (p for p in sampled if start <= p < end):
                 self._take(plan, lease, position, token + position - start)
         if request.turn is not None:
             for position in range(max(start, request.prompt.length), end):
@@ -298,10 +298,9 @@ class Runtime:
         if aggregator is not None:
             started = time.perf_counter()
             keys = self._keys(node_id)
-            live = keys.live
             captured = request.captured()
             for part in captured:
-                aggregator.absorb(state, part, keys, live[live < part.span.end], request.prompt)
+                aggregator.absorb(state, part, keys, keys.live, request.prompt)
             self._maybe_prune(request, node_id, keys, captured, running, started)
         request.release_prompt_rows()
         self._book(request, node_id)
