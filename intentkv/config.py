@@ -62,6 +62,8 @@ class Config(BaseSettings):
     """Max-pool width over positions of the window-based methods, odd (SnapKV)."""
     turn_queries: int = Field(default=64, ge=1)
     """Single queries kept of one assistant turn, evenly spaced."""
+    decode_interval: int = Field(default=512, ge=0)
+    """Generated tokens between two looks at whether a running generation has outgrown its budget; 0: never look."""
     query_rows: int = Field(default=2048, ge=1)
     """Rows of the query bank shared by all running requests."""
     layer_stride: int = Field(default=1, ge=1)

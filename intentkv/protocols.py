@@ -8,7 +8,7 @@ No part knows about SGLang, and no engine code knows a method's name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -24,6 +24,10 @@ class KeyReader(Protocol):
     @property
     def live(self) -> torch.Tensor:
         """[n] int64, all live positions, ascending."""
+        ...
+
+    def live_before(self, end: int) -> torch.Tensor:
+        """[n] int64, the live positions below ``end``, ascending; must not wait for the device."""
         ...
 
     def scores(
@@ -62,8 +66,6 @@ class Captured:
     """[n] int64 logical positions the queries belong to; empty for ``mean``."""
     queries: torch.Tensor
     """``raw``: [L, n, H_q, D]; ``mean``: [L, H_q, D], float32. L runs over the layers that the engine scores."""
-    weight: int = field(default=1)
-    """Tokens behind a mean."""
 
 
 class QuerySource(Protocol):
@@ -87,11 +89,8 @@ class QuerySource(Protocol):
 class Aggregator(Protocol):
     """How captured queries become one score a position."""
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
-        """Fold one span's queries into the session's memory. Called in order of position.
-
-        ``live``: [n] int64, ascending live positions below the end of what is computed.
-        """
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
+        """Fold one span's queries into the session's memory. Called in order of position."""
         ...
 
     def score(

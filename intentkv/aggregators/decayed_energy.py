@@ -28,16 +28,16 @@ class DecayedEnergy:
 
     decay: float
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
         if captured.span.role != "assistant" or captured.positions.numel() == 0:
             return
         end = captured.span.end
-        memory = torch.zeros(end, dtype=torch.float32, device=live.device)
+        visible = keys.live_before(end)
+        memory = torch.zeros(end, dtype=torch.float32, device=visible.device)
         past = state.memory.get(_MEMORY)
         if past is not None:
             n = min(end, past.shape[0])
             memory[:n] = math.exp(-self.decay) * past[:n]
-        visible = live[live < end]
         memory[visible] += keys.scores(captured.queries, visible, "energy", captured.positions)
         state.memory[_MEMORY] = memory
         state.scored_length = end

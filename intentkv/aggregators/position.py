@@ -17,7 +17,7 @@ from intentkv.spans import Prompt
 class Recency:
     """Later positions score higher (StreamingLLM's window; its sinks are forced keep)."""
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
         """Keeps no memory."""
 
     def score(
@@ -32,7 +32,7 @@ class Random:
 
     seed: int
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
         """Keeps no memory."""
 
     def score(

@@ -32,7 +32,7 @@ class QueryMemoryRule:
 
     decay: float
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
         if captured.form == "mean":
             state.memory[_MEMORY] = update_query_memory(state.memory.get(_MEMORY), captured.queries, self.decay)
 

@@ -21,7 +21,7 @@ class WindowPool:
 
     pool: int
 
-    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
         """Keeps no memory between turns."""
 
     def score(

@@ -23,6 +23,8 @@ class Method:
     aggregator: Aggregator | None
     """None: never evict."""
     forced: ForcedKeep
+    while_decoding: bool = False
+    """Also evict while a long generation outgrows its budget, every ``decode_interval`` tokens."""
     layout: Layout = "redirect"
 
 

@@ -15,4 +15,5 @@ def build(config: Config) -> Method:
         AssistantTurns(config.turn_queries, config.window),
         DecayedEnergy(config.decay),
         ForcedKeep(sinks=config.sinks, recent=config.recent),
+        while_decoding=True,
     )

@@ -11,4 +11,4 @@ SOURCE = "IntentKV, arXiv 2606.09916, section 3, phase 1"
 
 
 def build(config: Config) -> Method:
-    return Method(ActionableMeans(), QueryMemoryRule(config.decay), ForcedKeep(sinks=config.sinks, recent=config.recent))
+    return Method(ActionableMeans(), QueryMemoryRule(config.decay), ForcedKeep(sinks=config.sinks, recent=config.recent), True)

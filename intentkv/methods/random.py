@@ -11,4 +11,4 @@ SOURCE = "baseline"
 
 
 def build(config: Config) -> Method:
-    return Method(NoQueries(), Random(config.seed), ForcedKeep(sinks=config.sinks, recent=config.recent))
+    return Method(NoQueries(), Random(config.seed), ForcedKeep(sinks=config.sinks, recent=config.recent), True)

@@ -13,4 +13,4 @@ _SINKS = 4
 
 
 def build(config: Config) -> Method:
-    return Method(NoQueries(), Recency(), ForcedKeep(sinks=max(_SINKS, config.sinks), recent=config.recent))
+    return Method(NoQueries(), Recency(), ForcedKeep(sinks=max(_SINKS, config.sinks), recent=config.recent), True)

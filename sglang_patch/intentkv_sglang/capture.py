@@ -14,6 +14,7 @@ import torch
 
 from intentkv.protocols import Captured
 from intentkv.spans import Span
+from intentkv_sglang.transfer import to_device
 
 
 class QueryBank:
@@ -52,7 +53,7 @@ class QueryBank:
 
     def read(self, rows: list[int]) -> torch.Tensor:
         """[L, n, H_q, D] float32."""
-        return self.storage[:, rows].float()
+        return self.storage[:, to_device(torch.tensor(rows, dtype=torch.int64), self.storage.device)].float()
 
 
 @dataclass
@@ -93,7 +94,7 @@ class RowLease:
         return Captured(
             span=span,
             form="raw",
-            positions=torch.tensor([self.positions[i] for i in inside], dtype=torch.int64, device=self.bank.storage.device),
+            positions=to_device(torch.tensor([self.positions[i] for i in inside], dtype=torch.int64), self.bank.storage.device),
             queries=self.bank.read([self.rows[i] for i in inside]),
         )
 
@@ -122,7 +123,7 @@ class MeanSum:
             # Summed on the forward stream, read on the scheduler's: its memory must outlive the read.
             self._total.record_stream(torch.cuda.current_stream())
         empty = torch.empty(0, dtype=torch.int64, device=self._total.device)
-        return Captured(span=span, form="mean", positions=empty, queries=self._total / max(1, self.count), weight=self.count)
+        return Captured(span=span, form="mean", positions=empty, queries=self._total / max(1, self.count))
 
 
 @dataclass

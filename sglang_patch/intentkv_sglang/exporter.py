@@ -50,9 +50,9 @@ class Exporter:
         declined = self._metrics[metrics.DECLINED.name]
         for reason, count in runtime.counters.declined.items():
             self._advance(f"declined/{reason}", declined.labels(reason), count)
-        for seconds in runtime.prune_durations:
+        for seconds in runtime.evictions.durations:
             self._metrics[metrics.PRUNE_SECONDS.name].observe(seconds)
-        runtime.prune_durations.clear()
+        runtime.evictions.durations.clear()
         live = runtime.cache.evictable_size() + runtime.cache.protected_size()
         dead = runtime.cache.component.total_dead
         self._metrics[metrics.LIVE_TOKENS.name].set(live)

@@ -8,18 +8,24 @@ from typing import Any
 import torch
 
 from intentkv.scoring import LayerwiseKeys, Reduction
+from intentkv_sglang.transfer import to_device
 
 
 class PoolKeys(LayerwiseKeys):
     """Keys of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
 
     def __init__(self, kv_pool: Any, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
-        """``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64, its live positions."""
+        """``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64 on the CPU, its live positions, ascending."""
         self._kv_pool = kv_pool
         self._slots = slots
-        self.live = live
+        self._live_on_host = live
+        self.live = to_device(live, slots.device)
         self.layers = layers
         self.scaling = scaling
+
+    def live_before(self, end: int) -> torch.Tensor:
+        """[m] int64, the live positions below ``end``."""
+        return self.live[: int(torch.searchsorted(self._live_on_host, end))]
 
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """[n, H_kv, D] float32; ``positions`` ([n] int64) must be live."""

@@ -79,6 +79,20 @@ class IntentKVRadixCache(UnifiedRadixCache):
         if self.on_event is not None:
             self.on_event(CacheEvent("finish" if is_insert else "drop", req, req.last_node))
 
+    def checkpoint(self, req: Any, length: int) -> None:
+        """Hand the first ``length`` positions of running ``req`` to the tree in mid-decode; their KV must have been computed.
+
+        As SGLang does after a prefill, generated tokens included: afterwards ``[0, length)`` of its row is tree-owned and locked, and
+        ``[length, allocated)`` still is the request's own.
+        """
+        prefill = req.extend_range
+        req._refresh_fill_ids()
+        req.set_extend_range(prefill.start, length)
+        try:
+            super().cache_unfinished_req(req)
+        finally:
+            req.extend_range = prefill
+
     # ---- Path queries: a node id stands for the tokens from the root to the node's end ----
 
     def has_node(self, node_id: int) -> bool:

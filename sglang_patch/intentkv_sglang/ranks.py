@@ -36,22 +36,3 @@ class RankGroup:
         mask = select(total) if self.rank == 0 else torch.empty(total.shape[0], dtype=torch.bool)
         dist.broadcast(mask, dist.get_global_rank(self.cpu_group, 0), group=self.cpu_group)
         return mask
-
-
-class HostCopy:
-    """A small tensor on its way to the host; the copy runs while the scheduler goes on."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._host = tensor
-        if tensor.is_cuda:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._host.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> torch.Tensor:
-        """The values on the CPU; blocks only while the copy is under way."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host

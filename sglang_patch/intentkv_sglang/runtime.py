@@ -8,44 +8,31 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from intentkv.budgets import FixedTokens, HistoryRatio
 from intentkv.config import Config, RequestOptions, parse_request_options
-from intentkv.kernels.compact import DEAD_SLOT
 from intentkv.methods import Method, build_method
 from intentkv.protocols import Budget, Captured, Trigger
-from intentkv.selection import top_positions
 from intentkv.sessions import SessionState, SessionStore
 from intentkv.spans import Prompt, PromptParser, Span
 from intentkv.triggers import OverTarget
 from intentkv_sglang import compat
 from intentkv_sglang.capture import CapturePlan, MeanSum, QueryBank, QueryTap, RowLease
+from intentkv_sglang.eviction import Counters, Evictions
 from intentkv_sglang.figures import Figures
 from intentkv_sglang.identity import SessionResolver
 from intentkv_sglang.keys import PoolKeys
 from intentkv_sglang.live_view import Lane, LanePass, PassChannel
 from intentkv_sglang.radix_cache import CacheEvent, IntentKVRadixCache
-from intentkv_sglang.ranks import HostCopy, RankGroup
+from intentkv_sglang.ranks import RankGroup
 
-
-@dataclass
-class Counters:
-    """Totals since start. Tokens unless named otherwise."""
-
-    prune_events: int = 0
-    pruned_tokens: int = 0
-    freed_slots: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    live_cached_tokens: int = 0
-    prune_seconds: float = 0.0
-    declined: Counter[str] = field(default_factory=Counter)
+_versions = itertools.count(1)
 
 
 @dataclass
@@ -65,8 +52,31 @@ class RunningRequest:
     turn: RowLease | None = None
     """Queries of the turn being generated."""
     prefilled: bool = False
-    version: int = 0
-    """Of the entries in its row's tree-owned prefix; see live_view.Lane."""
+    next_look: int = 0
+    """Computed tokens at which the generation is next compared with its budget."""
+    version: int = field(default_factory=_versions.__next__)
+    """Of the entries in its row's tree-owned prefix; see live_view.Lane. No two requests ever have the same."""
+
+    def touch(self) -> None:
+        """Its row has changed below ``cache_protected_len``."""
+        self.version = next(_versions)
+
+    @property
+    def evicts_while_decoding(self) -> bool:
+        """Whether its method does, and has the queries it needs for it."""
+        method = self.method
+        return method.aggregator is not None and method.while_decoding and not (method.queries.decode and self.turn is None)
+
+    @property
+    def computed(self) -> int:
+        """Tokens whose KV finished passes have written: the last sampled one is an input of the pass under way."""
+        return len(self.req.origin_input_ids) + len(self.req.output_ids) - 1
+
+    def book(self, dead: int) -> None:
+        """It now has ``dead`` dead positions."""
+        self.figures.now(dead)
+        self.state.logical_tokens = self.figures.logical_tokens
+        self.state.live_tokens = self.state.logical_tokens - dead
 
     def captured(self) -> list[Captured]:
         """Queries of the prompt's spans, in order of position."""
@@ -91,21 +101,6 @@ def _sampled(start: int, end: int, limit: int) -> tuple[int, ...]:
     return tuple(range(end - 1, start - 1, -stride))[::-1]
 
 
-@dataclass
-class PendingPrune:
-    """An eviction whose scores are under way to the host."""
-
-    request: RunningRequest
-    node_id: int
-    candidates: torch.Tensor
-    """[n] int64 positions on the CPU, ascending."""
-    kept: HostCopy
-    n_forced: int
-    target: int
-    seconds: float
-    """Host time so far."""
-
-
 class Runtime:
     """One per scheduler process, made by the radix factory and completed by :meth:`bind` when the scheduler is ready."""
 
@@ -119,10 +114,6 @@ class Runtime:
         self._admitted: dict[str, Any] = {}
         """Every request that holds a row, health checks included."""
         self._events: list[CacheEvent] = []
-        self._pending: list[PendingPrune] = []
-        self._versions = itertools.count(1)
-        self.prune_durations: list[float] = []
-        """Seconds of the events since the exporter last looked."""
         cache.on_event = self._note
         cache.on_reset = self._forget
 
@@ -135,10 +126,8 @@ class Runtime:
         self._bank = bank
         self._channel = channel
         self._parser = PromptParser(scheduler.tokenizer)
-        self._ranks = RankGroup.of(scheduler)
-        self._deferred = self._rows.req_to_token.is_cuda
-        """On a GPU an eviction is committed one pass after it was scored: nobody waits for the device."""
-        self._captures_decode = not self._deferred or channel.decode_tap is not None
+        self.evictions = Evictions(self.cache, self.counters, self._rows.req_to_token, RankGroup.of(scheduler))
+        self._captures_decode = not self._rows.req_to_token.is_cuda or channel.decode_tap is not None
         """A recorded decode graph captures only what it was recorded with: nothing when the server's own method needs nothing."""
 
     # ---- Before a pass ----
@@ -174,7 +163,7 @@ class Runtime:
         figures.session_key = state.key
         self.cache.add_owner(req.last_node, state.key)
         method, budget, trigger = self._compose(_options(req))
-        request = RunningRequest(req, method, budget, trigger, prompt, state, figures, version=next(self._versions))
+        request = RunningRequest(req, method, budget, trigger, prompt, state, figures)
         dead = self.cache.n_dead(req.last_node)
         if figures.admitted(cached, dead):
             self.counters.prompt_tokens += prompt.length
@@ -241,11 +230,11 @@ class Runtime:
         if request is None or request.req is not event.req:
             return
         # SGLang may have repointed the row to slots the tree had already.
-        request.version = next(self._versions)
+        request.touch()
         if event.kind == "chunk":
             return
         if event.kind == "drop":
-            self._pending = [p for p in self._pending if p.request is not request]
+            self.evictions.drop(request)
             self._close(request)
             return
         # At once and not when the event is handled: another request's event must already see the path as shared.
@@ -259,16 +248,14 @@ class Runtime:
         self._running.clear()
         self._admitted.clear()
         self._events.clear()
-        self._pending.clear()
+        self.evictions.clear()
         self.sessions.clear()
 
     # ---- After a batch result ----
 
     def end_pass(self) -> None:
         """Handle what the batch result brought: outside SGLang's free groups, before the next batch is built."""
-        pending, self._pending = self._pending, []
-        for prune in pending:
-            self._commit(prune)
+        changed = self.evictions.commit()
         events, self._events = self._events, []
         for event in events:
             request = self._running.get(event.req.rid)
@@ -277,13 +264,15 @@ class Runtime:
             if event.kind == "checkpoint":
                 self._after_prefill(request, event.node_id, running=True)
                 continue
+            self.evictions.commit(finishing=request)
             # A request aborted in mid-prefill leaves less than its prompt behind: nothing to score.
             if self.cache.has_node(event.node_id) and self.cache.path_length(event.node_id) >= request.prompt.length:
                 if not request.prefilled:
                     self._after_prefill(request, event.node_id, running=False)
                 self._after_turn(request, event.node_id)
             self._close(request)
-        if (events or pending) and self.config.debug:
+        changed |= self._while_decoding()
+        if (events or changed) and self.config.debug:
             self.check_rows()
 
     def _close(self, request: RunningRequest) -> None:
@@ -293,6 +282,7 @@ class Runtime:
 
     def _after_prefill(self, request: RunningRequest, node_id: int, running: bool) -> None:
         request.prefilled = True
+        request.next_look = request.prompt.length + self.config.decode_interval
         state, aggregator = request.state, request.method.aggregator
         state.tip = request.prompt.length
         if aggregator is not None:
@@ -300,10 +290,13 @@ class Runtime:
             keys = self._keys(node_id)
             captured = request.captured()
             for part in captured:
-                aggregator.absorb(state, part, keys, keys.live, request.prompt)
-            self._maybe_prune(request, node_id, keys, captured, running, started)
+                aggregator.absorb(state, part, keys, request.prompt)
+            decision = self.evictions.decide(request, node_id, request.method.forced.mask(request.prompt), running)
+            if decision is not None:
+                score = partial(aggregator.score, state, captured=captured, keys=keys, prompt=request.prompt)
+                self.evictions.select(request, node_id, decision, score, running, started)
         request.release_prompt_rows()
-        self._book(request, node_id)
+        request.book(self.cache.n_dead(node_id))
 
     def _after_turn(self, request: RunningRequest, node_id: int) -> None:
         """Fold the queries of the turn that was just generated into the session's memory."""
@@ -313,81 +306,53 @@ class Runtime:
             keys = self._keys(node_id)
             captured = turn.captured(Span("assistant", request.prompt.generation_start, end))
             if captured.positions.numel():
-                aggregator.absorb(request.state, captured, keys, keys.live, request.prompt)
-        self._book(request, node_id)
+                aggregator.absorb(request.state, captured, keys, request.prompt)
+        request.book(self.cache.n_dead(node_id))
+
+    def _while_decoding(self) -> bool:
+        """Evict from generations that have outgrown their budget since somebody last looked; True when something was scored."""
+        interval = self.config.decode_interval
+        scored = False
+        for request in self._running.values() if interval else ():
+            due = request.prefilled and request.computed >= request.next_look and request.req.kv is not None
+            if due and request.evicts_while_decoding and not self.evictions.waiting(request):
+                request.next_look = request.computed + interval
+                scored |= self._shrink(request, interval)
+        return scored
+
+    def _shrink(self, request: RunningRequest, interval: int) -> bool:
+        """Check the generated tokens of a running request into the tree, then evict as after a prefill (architecture D4)."""
+        aggregator, req = request.method.aggregator, request.req
+        assert aggregator is not None
+        started = time.perf_counter()
+        n = request.computed
+        forced = torch.zeros(n, dtype=torch.bool)
+        forced[: request.prompt.length] = request.method.forced.mask(request.prompt)
+        # What is younger than one look has met too few queries to be judged; half of what the budget leaves is enough for it.
+        room = request.budget.keep_count(n, int(forced.sum()))
+        forced[max(request.prompt.length, n - min(interval, room // 2)) :] = True
+        if self.evictions.decide(request, req.last_node, forced, running=True) is None:
+            return False
+        self.cache.checkpoint(req, n)
+        self.cache.add_owner(req.last_node, request.state.key)
+        request.touch()
+        # The tree may have known the generated text, as another session's.
+        decision = self.evictions.decide(request, req.last_node, forced, running=True)
+        if decision is None:
+            return False
+        keys = self._keys(req.last_node)
+        # As if the turn ended here, on a copy: its end folds all its queries in once.
+        state = replace(request.state, memory=dict(request.state.memory))
+        if request.turn is not None:
+            aggregator.absorb(state, request.turn.captured(Span("assistant", request.prompt.generation_start, n)), keys, request.prompt)
+        score = partial(aggregator.score, state, captured=(), keys=keys, prompt=request.prompt)
+        self.evictions.select(request, req.last_node, decision, score, True, started)
+        return True
 
     def _keys(self, node_id: int) -> PoolKeys:
         slots = self.cache.path_slots(node_id)
-        live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten().to(slots.device, non_blocking=True)
+        live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten()
         return PoolKeys(self._kv_pool, slots, live, self._bank.layers, self._scaling)
-
-    def _maybe_prune(
-        self, request: RunningRequest, node_id: int, keys: PoolKeys, captured: list[Captured], running: bool, started: float
-    ) -> None:
-        aggregator, prompt = request.method.aggregator, request.prompt
-        assert aggregator is not None
-        n = prompt.length
-        dead = self.cache.dead_mask(node_id)[:n]
-        forced = request.method.forced.mask(prompt)
-        shared = ~self.cache.prunable_mask(node_id, request.state.key, locks=int(running))[:n]
-        fixed = forced | shared
-        candidates = torch.nonzero(~fixed & ~dead).flatten()
-        n_forced = int((fixed & ~dead).sum())
-        keep = request.budget.keep_count(int((~fixed).sum()), n_forced)
-        n_live = n - int(dead.sum())
-        target = n_forced + min(keep, candidates.numel())
-        if not request.trigger.fires(n_live, target):
-            return
-        if keep == 0:
-            self.counters.declined["budget_below_forced_keep"] += 1
-        history = candidates.to(self.cache.tree_core.device, non_blocking=True)
-        scores = aggregator.score(request.state, history, captured, keys, prompt)
-        kept = self._ranks.agree(lambda total: top_positions(total, keep), scores)
-        prune = PendingPrune(request, node_id, candidates, HostCopy(kept), n_forced, target, time.perf_counter() - started)
-        if self._deferred and running:
-            self._pending.append(prune)
-        else:
-            self._commit(prune)
-
-    def _commit(self, prune: PendingPrune) -> None:
-        """Redirect, then free.
-
-        Interval [0, cache_protected_len) of the request's row belongs to the tree: its nodes own those slots, the row only names
-        them. Everything evicted lies in there, so the request's own frees, which start at cache_protected_len, never meet it.
-        """
-        started = time.perf_counter()
-        request, req = prune.request, prune.request.req
-        if not self.cache.has_node(prune.node_id):
-            return
-        running = req.kv is not None
-        evicted = prune.candidates[~prune.kept.wait()]
-        # Another request may have come to share or lock a node since the scores were taken.
-        evicted = evicted[self.cache.prunable_mask(prune.node_id, request.state.key, locks=int(running))[evicted]]
-        if evicted.numel():
-            if running and int(evicted[-1]) >= req.cache_protected_len:
-                raise RuntimeError(f"position {int(evicted[-1])} is not tree-owned: only {req.cache_protected_len} positions are")
-            slots = self.cache.prune(prune.node_id, evicted)
-            if running:
-                row = self._rows.req_to_token[req.req_pool_idx]
-                row[evicted.to(row.device, non_blocking=True)] = DEAD_SLOT
-                req.prefix_indices = self.cache.path_slots(req.last_node)
-                request.version = next(self._versions)
-            self.cache.free_slots(slots)
-            self.counters.prune_events += 1
-            self.counters.pruned_tokens += evicted.numel()
-            self.counters.freed_slots += evicted.numel()
-            request.state.pruned_tokens += evicted.numel()
-            seconds = prune.seconds + time.perf_counter() - started
-            self.counters.prune_seconds += seconds
-            self.prune_durations.append(seconds)
-        request.figures.evicted(evicted.numel(), prune.n_forced, prune.target)
-        self._book(request, req.last_node)
-
-    def _book(self, request: RunningRequest, node_id: int) -> None:
-        dead = self.cache.n_dead(node_id)
-        request.figures.now(dead)
-        request.state.logical_tokens = request.figures.logical_tokens
-        request.state.live_tokens = request.state.logical_tokens - dead
 
     # ---- Looking from outside ----
 

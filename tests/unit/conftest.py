@@ -48,12 +48,15 @@ class FakeRequest(LayerwiseKeys):
     def live(self) -> torch.Tensor:
         return torch.tensor([p for p in range(self.length) if p not in self.dead], dtype=torch.int64)
 
+    def live_before(self, end: int) -> torch.Tensor:
+        return self.live[self.live < end]
+
     def capture(self, wanted: CaptureRequest) -> Captured:
         """The queries an engine would hand over for ``wanted``."""
         span = wanted.span
         if wanted.form == "mean":
             mean = self.all_queries[:, span.start : span.end].mean(1)
-            return Captured(span, "mean", torch.empty(0, dtype=torch.int64), mean, weight=len(span))
+            return Captured(span, "mean", torch.empty(0, dtype=torch.int64), mean)
         stride = max(1, -(-len(span) // wanted.limit)) if wanted.limit else 1
         positions = torch.arange(span.start, span.end, stride)
         return Captured(span, "raw", positions, self.all_queries[:, positions])

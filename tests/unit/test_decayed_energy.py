@@ -55,7 +55,7 @@ def test_memory_over_turns_with_evictions(fake_request, dense, turns, decay, see
         start, end = end + other, end + other + own
         request.dead |= set(data.draw(st.lists(st.integers(4, start - 1), max_size=4)))
         live = request.live[request.live < end]
-        aggregator.absorb(state, request.turn(start, end), request, live, prompt_of(start))
+        aggregator.absorb(state, request.turn(start, end), request, prompt_of(start))
         expected = math.exp(-decay) * expected + energy(request, dense, torch.arange(start, end), live)
         assert state.scored_length == end
     history = request.live[(request.live >= 4) & (request.live < end)]
@@ -68,7 +68,7 @@ def test_positions_behind_the_last_turn_are_scored_by_the_window(fake_request, d
     request = fake_request(40)
     prompt = prompt_of(40)
     aggregator, state = DecayedEnergy(0.5), SessionState("s")
-    aggregator.absorb(state, request.turn(10, 16), request, request.live[:16], prompt)
+    aggregator.absorb(state, request.turn(10, 16), request, prompt)
     window = request.capture(observation_window(prompt, 8))
     history = torch.arange(4, 36)
     scores = aggregator.score(state, history, [request.turn(10, 16), window], request, prompt)
@@ -81,7 +81,7 @@ def test_positions_behind_the_last_turn_are_scored_by_the_window(fake_request, d
 @pytest.mark.parametrize("role", ["user", "tool", "unknown"])
 def test_other_roles_leave_the_memory_alone(fake_request, role):
     request, state = fake_request(20), SessionState("s")
-    DecayedEnergy(0.5).absorb(state, request.capture(CaptureRequest(Span(role, 8, 12), "raw")), request, request.live, prompt_of(20))
+    DecayedEnergy(0.5).absorb(state, request.capture(CaptureRequest(Span(role, 8, 12), "raw")), request, prompt_of(20))
     assert not state.memory
     assert state.scored_length == 0
 
@@ -89,9 +89,9 @@ def test_other_roles_leave_the_memory_alone(fake_request, role):
 def test_a_cached_turn_does_not_decay_the_memory(fake_request):
     """A turn whose queries nobody computed. Catches: forgetting on every repeat of a prompt."""
     request, state, aggregator = fake_request(20), SessionState("s"), DecayedEnergy(0.5)
-    aggregator.absorb(state, request.turn(8, 12), request, request.live, prompt_of(20))
+    aggregator.absorb(state, request.turn(8, 12), request, prompt_of(20))
     before = state.memory["assistant_energy"].clone()
-    aggregator.absorb(state, request.no_queries(CaptureRequest(Span("assistant", 12, 16), "raw")), request, request.live, prompt_of(20))
+    aggregator.absorb(state, request.no_queries(CaptureRequest(Span("assistant", 12, 16), "raw")), request, prompt_of(20))
     assert torch.equal(state.memory["assistant_energy"], before)
     assert state.scored_length == 12
 
@@ -99,12 +99,12 @@ def test_a_cached_turn_does_not_decay_the_memory(fake_request):
 def test_a_fork_remembers_what_is_shared(fake_request):
     """Catches: a branch scored by what the other branch attended to, or scores of tokens that the branch replaced."""
     request, state, aggregator = fake_request(30), SessionState("s"), DecayedEnergy(0.5)
-    aggregator.absorb(state, request.turn(12, 20), request, request.live[:20], prompt_of(20))
+    aggregator.absorb(state, request.turn(12, 20), request, prompt_of(20))
     branch = state.fork("t", 15)
-    aggregator.absorb(state, request.turn(24, 30), request, request.live, prompt_of(30))
+    aggregator.absorb(state, request.turn(24, 30), request, prompt_of(30))
     history = torch.arange(4, 20)
     scores = aggregator.score(branch, history, [], request, prompt_of(20))
     fresh = SessionState("u")
-    aggregator.absorb(fresh, request.turn(12, 20), request, request.live[:20], prompt_of(20))
+    aggregator.absorb(fresh, request.turn(12, 20), request, prompt_of(20))
     assert torch.equal(scores[:11], aggregator.score(fresh, history, [], request, prompt_of(20))[:11])
     assert scores[11:].tolist() == [0.0] * 5

@@ -34,7 +34,7 @@ def turn(name, request, prompt, capture, state=None, forced=True):
     state = SessionState("session") if state is None else state
     captured = [capture(wanted) for wanted in method.queries.requests(prompt)]
     for part in captured:
-        method.aggregator.absorb(state, part, request, request.live[request.live < part.span.end], prompt)
+        method.aggregator.absorb(state, part, request, prompt)
     mask = method.forced.mask(prompt) if forced else torch.zeros(prompt.length, dtype=torch.bool)
     history = torch.tensor([p for p in request.live.tolist() if p < prompt.length and not mask[p]], dtype=torch.int64)
     scores = method.aggregator.score(state, history, captured, request, prompt)

@@ -52,7 +52,7 @@ def test_rule_is_the_mass_of_the_memory_over_the_history(fake_request, dense, de
     rule, state = QueryMemoryRule(decay), SessionState("s")
     spans = [(4, 10), (10, 18)]
     for start, end in spans:
-        rule.absorb(state, request.capture(CaptureRequest(Span("user", start, end), "mean")), request, request.live, PROMPT)
+        rule.absorb(state, request.capture(CaptureRequest(Span("user", start, end), "mean")), request, PROMPT)
     history = torch.tensor([4, 5, 7, 9])
     scores = rule.score(state, history, [], request, PROMPT)
     memory = by_hand([request.all_queries[:, a:b].double().mean(1) for a, b in spans], decay)
@@ -64,6 +64,6 @@ def test_only_means_update_the_memory(fake_request):
     """Catches: single queries of other sources folded in as if they were the span's mean."""
     request = fake_request(20)
     rule, state = QueryMemoryRule(0.5), SessionState("s")
-    rule.absorb(state, request.turn(4, 10), request, request.live, PROMPT)
+    rule.absorb(state, request.turn(4, 10), request, PROMPT)
     assert not state.memory
     assert rule.score(state, torch.arange(4, 10), [], request, PROMPT).tolist() == [0.0] * 6

@@ -51,5 +51,5 @@ def test_pooled_mass(fake_request, dense, length, size, pool, seed, data):
 
 def test_no_memory_between_turns(fake_request):
     request, state = fake_request(10), SessionState("s")
-    WindowPool(3).absorb(state, request.turn(2, 8), request, request.live, Prompt(10, (), 10, False))
+    WindowPool(3).absorb(state, request.turn(2, 8), request, Prompt(10, (), 10, False))
     assert not state.memory

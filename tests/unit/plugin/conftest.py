@@ -189,7 +189,7 @@ class Engine:
         group = SimpleNamespace(world_size=1, rank_in_group=0, cpu_group=None)
         scheduler = SimpleNamespace(tp_worker=SimpleNamespace(model_runner=self._runner), tokenizer=tokenizer, tp_group=group)
         self.runtime.bind(scheduler, self.bank, self.channel)
-        self.runtime._deferred = deferred
+        self.runtime.evictions.deferred = deferred
         return self.runtime
 
     # ---- The scheduler's steps ----

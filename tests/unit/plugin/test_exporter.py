@@ -83,4 +83,4 @@ def test_counters_never_go_back(served):
             assert {name: value(name) for name in names} == before
             assert value("intentkv_tree_logical_tokens") == value("intentkv_sessions") == 0
     assert before["intentkv_prune_events_total"] == engine.runtime.counters.prune_events
-    assert engine.runtime.prune_durations == []
+    assert engine.runtime.evictions.durations == []

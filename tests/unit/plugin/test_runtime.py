@@ -800,6 +800,7 @@ class Agents:
             window=self.random.randint(1, 8),
             turn_queries=self.random.randint(1, 5),
             max_sessions=self.pick([1, 3, 100]),
+            decode_interval=self.pick([0, 1, 3]),
             query_rows=self.rows,
         )
         self.histories = [chat.message("system", 3)]
