@@ -32,6 +32,11 @@ def opening(chat):
     return chat.message("system", 4), chat.message("user", 16) + chat.generation
 
 
+def whole(chat):
+    system, newest = opening(chat)
+    return system + newest
+
+
 def generate(engine, req, steps):
     for _ in range(steps):
         engine.decode(req)
@@ -44,7 +49,7 @@ def test_a_long_generation_stays_near_its_budget(engine, tokenizer, chat, method
     """Catches: generated tokens that are never evicted, the prompt's forced part or the newest tokens gone, an unbounded cadence."""
     budget, interval = 60, 8
     engine.start_runtime(tokenizer, deferred, method=method, budget=budget, decode_interval=interval)
-    prompt = sum(opening(chat), [])
+    prompt = whole(chat)
     output = [7 + i for i in range(120)]
     req = engine.request("r", prompt, output=output, session_id="s")
     engine.prefill(req)
@@ -106,7 +111,7 @@ def test_the_running_turn_decides(engine, tokenizer, chat, dense, deferred):
 def test_who_does_not(engine, tokenizer, chat, options):
     """SnapKV evicts after a prefill only, as published; ``full`` never; 0 turns it off; and nothing is due before the first interval."""
     engine.start_runtime(tokenizer, **{"budget": 40, "decode_interval": 100} | options)
-    prompt, output = sum(opening(chat), []), [7] * 60
+    prompt, output = whole(chat), [7] * 60
     engine.run(engine.request("r", prompt, output=output))
     assert dead_of(engine, [*prompt, *output[:-1]]) == set()
 
@@ -115,7 +120,7 @@ def test_who_does_not(engine, tokenizer, chat, options):
 def test_retracted_after_it(engine, tokenizer, chat, deferred):
     """Catches: a checkpoint that leaves a lock or slots behind, a pruned chain that the same request cannot continue."""
     engine.start_runtime(tokenizer, deferred, method="streamingllm", budget=40, decode_interval=5)
-    prompt, output = sum(opening(chat), []), [7 + i for i in range(40)]
+    prompt, output = whole(chat), [7 + i for i in range(40)]
     req = engine.request("r", prompt, output=output)
     engine.prefill(req)
     generate(engine, req, 20)
@@ -134,7 +139,7 @@ def test_retracted_after_it(engine, tokenizer, chat, deferred):
 def test_text_that_another_session_generated_stays_whole(engine, tokenizer, chat):
     """Two sessions with equal prompts and answers: the second finds its text in the tree and must not evict it (decision D6)."""
     engine.start_runtime(tokenizer, method="streamingllm", budget=40, decode_interval=5)
-    prompt, output = sum(opening(chat), []), [7 + i for i in range(30)]
+    prompt, output = whole(chat), [7 + i for i in range(30)]
     engine.run(engine.request("a", prompt, output=output, session_id="a", options={"method": "full"}))
     engine.run(engine.request("b", prompt, output=output, session_id="b"))
     engine.check()
@@ -147,7 +152,7 @@ def test_bank_without_rows(engine, tokenizer, chat):
     hog = engine.request("hog", chat.turn(("user", 2)), output=[5] * 200)
     engine.prefill(hog)
     engine.decode(hog)
-    prompt, output = sum(opening(chat), []), [7 + i for i in range(60)]
+    prompt, output = whole(chat), [7 + i for i in range(60)]
     engine.run(engine.request("r", prompt, output=output))
     dead = dead_of(engine, [*prompt, *output[:-1]])
     assert dead == set(range(len(prompt), len(prompt) + len(dead)))
