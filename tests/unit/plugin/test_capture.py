@@ -169,6 +169,19 @@ def test_layers_that_are_not_scored_are_not_captured():
     assert bank.read([1])[:, 0, 0, 0].tolist() == LAYERS
 
 
+def test_layers_that_share_their_memory():
+    """A pass may compute every layer's queries in one buffer. Catches: a query, or a mean, of the last layer in the place of all."""
+    bank = make_bank(1)
+    total = MeanSum(bank)
+    total.count = 2
+    tap = QueryTap(bank, CapturePlan(tokens=[1], rows=[0], means=[(total, 0, 2)]))
+    buffer = torch.empty(2, HEADS, DIM)
+    for layer in LAYERS:
+        tap.write(layer, buffer.fill_(layer))
+    assert bank.read([0])[:, 0, 0, 0].tolist() == LAYERS
+    assert total.captured(Span("user", 0, 2)).queries[:, 0, 0].tolist() == LAYERS
+
+
 def test_low_precision_storage_is_read_in_float32():
     bank = QueryBank([0], 1, HEADS, DIM, torch.bfloat16, "cpu")
     QueryTap(bank, CapturePlan(tokens=[1], rows=[0])).write(0, torch.tensor([[[9.0] * DIM] * HEADS, [[1.5] * DIM] * HEADS]))
