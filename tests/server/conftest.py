@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from intentkv_eval.server import running_server
 
-from .harness import API_KEY, BUDGET, CHUNK, POOL, TIGHT_POOL, Chat, Client
+from .harness import API_KEY, BUDGET, CHUNK, DECODE_INTERVAL, POOL, TIGHT_POOL, Chat, Client
 from .oracle import DenseModel
 
 # The scheduler of an idle server polls, at a whole core, unless told to sleep.
@@ -32,6 +32,7 @@ def alarms() -> Iterator[None]:
         patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         patch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
         patch.setenv("INTENTKV_DEBUG", "1")
+        patch.setenv("INTENTKV_DECODE_INTERVAL", str(DECODE_INTERVAL))
         yield
 
 

@@ -21,7 +21,8 @@ POOL = 6000
 TIGHT_POOL = 1500
 CHUNK = 128
 API_KEY = "secret"
-"""Settings of the servers; the last three only of the tight one."""
+DECODE_INTERVAL = 32
+"""Settings of the servers; TIGHT_POOL, CHUNK and API_KEY only of the tight one."""
 
 PATIENCE_S = 300.0
 """A shared machine may be 30 times slower than an idle one."""
