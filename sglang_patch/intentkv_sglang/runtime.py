@@ -130,7 +130,7 @@ class Runtime:
         """Attach to the scheduler's model, pools and tokenizer; called once, before the first request."""
         runner = scheduler.tp_worker.model_runner
         self._scaling = compat.attention_shape(runner.model).scaling
-        self._kv_pool = runner.token_to_kv_pool
+        self._pages = compat.paged_keys(runner.model, runner.token_to_kv_pool, bank.layers)
         self._rows = runner.req_to_token_pool
         self._bank = bank
         self._channel = channel
@@ -319,7 +319,7 @@ class Runtime:
     def _keys(self, node_id: int) -> PoolKeys:
         slots = self.cache.path_slots(node_id)
         live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten().to(slots.device, non_blocking=True)
-        return PoolKeys(self._kv_pool, slots, live, self._bank.layers, self._scaling)
+        return PoolKeys(self._pages, slots, live, self._bank.layers, self._scaling)
 
     def _maybe_prune(
         self, request: RunningRequest, node_id: int, keys: PoolKeys, captured: list[Captured], running: bool, started: float
