@@ -8,8 +8,8 @@ Two ways to the same sums:
 
 :func:`merge_splits` stands between the two steps of either. All sums run in a fixed order.
 
-Shapes: queries [L, n_q, H_q, D] contiguous; a *row* is a (query, head) pair. H_q = KV_HEADS * GROUP; query head h reads KV head h // GROUP.
-A key's KV heads lie side by side, so a program (or neighbouring ones) that takes all KV heads of its tokens reads whole pages.
+Shapes: queries [L, KV_HEADS, n_rows, D] contiguous, the rows that read one KV head: n_rows = n_q * GROUP, query by query.
+A key's KV heads lie side by side, so a program (or neighbouring ones) that takes all KV heads of its tokens reads whole keys.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ def _fold_keys(
     STRIDE: tl.constexpr, TOKENS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [first, last) into each row's running maximum and sum; not MASKED: whole tiles that every row sees."""
+    # the next tile's slots are loaded one turn ahead: the compiler can then have several tiles of keys under way
+    slot = tl.load(slots + first + tl.arange(0, TOKENS), mask=first + tl.arange(0, TOKENS) < last, other=0)
     for start in tl.range(first, last, TOKENS):
         tokens = start + tl.arange(0, TOKENS)
-        slot = tl.load(slots + tokens, mask=tokens < last, other=0) if MASKED else tl.load(slots + tokens)
-        logits = _dot(q, tl.load(keys + slot[:, None].to(tl.int64) * STRIDE), PRECISION)
+        k = tl.load(keys + slot[:, None].to(tl.int64) * STRIDE)
+        slot = tl.load(slots + tokens + TOKENS, mask=tokens + TOKENS < last, other=0)
+        logits = _dot(q, k, PRECISION)
         if MASKED:
             logits = tl.where(_key_positions(key_at, tokens, last, CAUSAL)[None, :] <= row_at[:, None], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * scale)
@@ -69,17 +72,15 @@ def log_sum_exp(
 ):  # fmt: skip
     """Log-sum-exp of ROWS query rows of one KV head over one split of the keys; -inf for a row that sees none of them.
 
-    Grid: (KV heads x row blocks, splits, layers). ``n_rows``: GROUP * n_q, the rows of one KV head.
-    ``split_lse``: [splits, L, KV_HEADS, n_rows] float32.
+    Grid: (KV heads x row blocks, splits, layers). ``split_lse``: [splits, L, KV_HEADS, n_rows] float32.
     """
     head = tl.program_id(0) % KV_HEADS
     split, layer = tl.program_id(1), tl.program_id(2)
     rows = tl.program_id(0) // KV_HEADS * ROWS + tl.arange(0, ROWS)
     row_ok = rows < n_rows
     dims = tl.arange(0, DIM)
-    at = (rows // GROUP * KV_HEADS + head) * GROUP + rows % GROUP
-    queries += layer.to(tl.int64) * n_rows * KV_HEADS * DIM
-    q = tl.load(queries + at[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
+    queries += (layer * KV_HEADS + head).to(tl.int64) * n_rows * DIM
+    q = tl.load(queries + rows[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
     keys = _key_base(key_pointers, layer, KEY_DTYPE) + head * DIM + dims[None, :]
     scale = tl.load(key_scales + layer) * scaling
     first = split * keys_per_split
@@ -125,18 +126,18 @@ def merge_splits(split_lse, row_lse, n_splits, n, SPLITS: tl.constexpr, ROWS: tl
 @triton.jit
 def _add_probabilities(
     score, k, queries, query_at, row_lse, head, start, at_keys, n_rows, scale,
-    POWER: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    POWER: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """``score`` [ROWS, TOKENS] plus alpha ** POWER of the rows from ``start`` on of one KV head."""
-    rows = start + tl.arange(0, ROWS)
-    row_ok = rows < n_rows
-    at = (rows // GROUP * KV_HEADS + head) * GROUP + rows % GROUP
-    q = tl.load(queries + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=row_ok[:, None], other=0.0)
-    lse = tl.load(row_lse + head * n_rows + rows, mask=row_ok, other=float("inf"))
+    rows = tl.arange(0, ROWS)
+    row_ok = rows < n_rows - start
+    # a scalar address plus fixed offsets: nothing else to compute in the loop
+    at = head * n_rows + start
+    q = tl.load(queries + at * DIM + (rows[:, None] * DIM + tl.arange(0, DIM)[None, :]), mask=row_ok[:, None], other=0.0)
+    lse = tl.load(row_lse + at + rows, mask=row_ok, other=float("inf"))
     logits = _dot(q, k, PRECISION)
     if MASKED:
-        row_at = tl.load(query_at + rows // GROUP, mask=row_ok, other=_NEVER).to(tl.int32)
+        row_at = tl.load(query_at + (start + rows) // GROUP, mask=row_ok, other=_NEVER).to(tl.int32)
         logits = tl.where(at_keys[None, :] <= row_at[:, None], logits, float("-inf"))
     return score + tl.exp2(logits * (scale * POWER) - (lse * POWER)[:, None])
 
@@ -154,17 +155,15 @@ def _sum_heads(
         for head in tl.range(0, KV_HEADS):
             k = tl.load(keys + head * DIM)
             score = _add_probabilities(
-                score, k, queries, query_at, row_lse, head, 0, at_keys, n_rows, scale,
-                POWER, KV_HEADS, GROUP, DIM, ROWS, MASKED, PRECISION,
-            )  # fmt: skip
+                score, k, queries, query_at, row_lse, head, 0, at_keys, n_rows, scale, POWER, GROUP, DIM, ROWS, MASKED, PRECISION
+            )
     else:
         for head in tl.range(0, KV_HEADS, num_stages=1):
             k = tl.load(keys + head * DIM)
             for start in tl.range(0, n_rows, ROWS):
                 score = _add_probabilities(
-                    score, k, queries, query_at, row_lse, head, start, at_keys, n_rows, scale,
-                    POWER, KV_HEADS, GROUP, DIM, ROWS, MASKED, PRECISION,
-                )  # fmt: skip
+                    score, k, queries, query_at, row_lse, head, start, at_keys, n_rows, scale, POWER, GROUP, DIM, ROWS, MASKED, PRECISION
+                )
     return tl.sum(score, 0)
 
 
@@ -211,58 +210,59 @@ def sum_probabilities(
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "first_layer"])
 def store_logits(
-    queries, query_at, key_pointers, key_scales, slots, key_at, stored, tile_lse, first_layer, n_rows, n_keys, scaling,
+    queries, query_at, key_pointers, key_scales, slots, key_at, stored, tile_lse, n_rows, n_keys, scaling, first_layer,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
     CAUSAL: tl.constexpr, KEY_DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Logits of all rows of a layer at TOKENS keys, and their log-sum-exp.
 
-    One matrix product with the queries as a block-diagonal matrix [n_q * H_q, H_kv * D]: a token's keys of all KV heads are one long row,
-    and the softmax runs once over full tiles instead of once a KV head over mostly padding.
+    One matrix product with the queries as a block-diagonal matrix [KV_HEADS * n_rows, KV_HEADS * D]: a token's keys of all KV heads are one
+    long row, and the softmax runs once over full tiles instead of once a KV head over mostly padding.
 
-    Grid: (token tiles, layers of the group). ``n_rows``: n_q * H_q <= ROWS. ``stored``: [layers, n_rows, tiles * TOKENS] float32,
-    ``tile_lse``: [tiles, layers, n_rows] float32.
+    Grid: (token tiles, layers of the group). With rows = KV_HEADS * n_rows <= ROWS: ``stored`` [layers, rows, tiles * TOKENS] float32,
+    ``tile_lse`` [tiles, layers, rows] float32.
     """
     tile, local = tl.program_id(0), tl.program_id(1)
     layer = first_layer + local
     tokens = tile * TOKENS + tl.arange(0, TOKENS)
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, DIM)
-    row_ok = rows < n_rows
-    row_head = rows % (KV_HEADS * GROUP) // GROUP
-    queries += layer.to(tl.int64) * n_rows * DIM
+    all_rows = KV_HEADS * n_rows
+    row_ok = rows < all_rows
+    queries += layer.to(tl.int64) * all_rows * DIM
     slot = tl.load(slots + tokens, mask=tokens < n_keys, other=0).to(tl.int64)
     keys = _key_base(key_pointers, layer, KEY_DTYPE) + slot[:, None] * (KV_HEADS * DIM) + dims[None, :]
     logits = tl.zeros([ROWS, TOKENS], tl.float32)
     for head in tl.range(0, KV_HEADS):
         k = tl.load(keys + head * DIM)
-        q = tl.load(queries + rows[:, None] * DIM + dims[None, :], mask=(row_ok & (row_head == head))[:, None], other=0.0)
+        own = (rows >= head * n_rows) & (rows < (head + 1) * n_rows)
+        q = tl.load(queries + (rows[:, None] * DIM + dims[None, :]), mask=own[:, None], other=0.0)
         logits = tl.dot(q, tl.trans(k.to(q.dtype)), logits, input_precision=PRECISION)
     row_at = tl.zeros([ROWS], tl.int32)
     if CAUSAL:
-        row_at = tl.load(query_at + rows // (KV_HEADS * GROUP), mask=row_ok, other=0).to(tl.int32)
+        row_at = tl.load(query_at + rows % n_rows // GROUP, mask=row_ok, other=0).to(tl.int32)
     seen = _key_positions(key_at, tokens, n_keys, CAUSAL)[None, :] <= row_at[:, None]
     logits = tl.where(seen, logits * (tl.load(key_scales + layer) * scaling), float("-inf"))
     top = tl.max(logits, 1)
     anchor = tl.where(top == float("-inf"), 0.0, top)
     lse = top + tl.log2(tl.sum(tl.exp2(logits - anchor[:, None]), 1))
     padded = tl.num_programs(0) * TOKENS
-    tl.store(stored + (local * n_rows + rows)[:, None].to(tl.int64) * padded + tokens[None, :], logits, mask=row_ok[:, None])
-    tl.store(tile_lse + (tile * tl.num_programs(1) + local) * n_rows + rows, lse, mask=row_ok)
+    tl.store(stored + (local * all_rows + rows)[:, None].to(tl.int64) * padded + tokens[None, :], logits, mask=row_ok[:, None])
+    tl.store(tile_lse + (tile * tl.num_programs(1) + local) * all_rows + rows, lse, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["n_rows", "n_keys", "first_layer", "tiles"])
+@triton.jit(do_not_specialize=["all_rows", "n_keys", "first_layer", "tiles"])
 def sum_stored(
-    stored, row_lse, partial, first_layer, n_rows, n_keys, tiles, weight,
+    stored, row_lse, partial, all_rows, n_keys, tiles, weight, first_layer,
     POWER: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, STORED_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """``partial`` [L, n_keys] float32: weight * sum of alpha ** POWER over stored rows. Grid: (token blocks, layers of the group)."""
     local = tl.program_id(1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.arange(0, ROWS)
-    token_ok, row_ok = tokens < n_keys, rows < n_rows
-    at = (local * n_rows + rows)[:, None].to(tl.int64) * (tiles * STORED_TOKENS) + tokens[None, :]
+    token_ok, row_ok = tokens < n_keys, rows < all_rows
+    at = (local * all_rows + rows)[:, None].to(tl.int64) * (tiles * STORED_TOKENS) + tokens[None, :]
     logits = tl.load(stored + at, mask=row_ok[:, None] & token_ok[None, :], other=float("-inf"))
-    lse = tl.load(row_lse + local * n_rows + rows, mask=row_ok, other=float("inf"))
+    lse = tl.load(row_lse + local * all_rows + rows, mask=row_ok, other=float("inf"))
     score = tl.sum(tl.exp2((logits - lse[:, None]) * POWER), 0)
     tl.store(partial + (first_layer + local).to(tl.int64) * n_keys + tokens, score * weight, mask=token_ok)

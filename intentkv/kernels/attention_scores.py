@@ -116,19 +116,22 @@ def paged_key_scores(
     # pointers that are not read when there is no mask
     query_at = query_positions.to(device).contiguous() if causal and query_positions is not None else slots
     key_at = key_positions.to(device).contiguous() if causal and key_positions is not None else slots
-    q = queries.to(_DOT_DTYPES.get(keys.dtype, keys.dtype)).contiguous()
+    group = q_heads // keys.kv_heads
+    # the rows that read one KV head side by side, in the product's dtype: one copy
+    q = torch.empty(layers, keys.kv_heads, n_queries, group, dim, dtype=_DOT_DTYPES.get(keys.dtype, keys.dtype), device=device)
+    q.copy_(queries.unflatten(2, (keys.kv_heads, group)).transpose(1, 2))
     work = _Work(
         inputs=(q, query_at, keys.pointers, keys.scales, slots.contiguous(), key_at),
         constants={
             "KV_HEADS": keys.kv_heads,
-            "GROUP": q_heads // keys.kv_heads,
+            "GROUP": group,
             "DIM": dim,
             "CAUSAL": causal,
             "KEY_DTYPE": _TRITON_DTYPES[keys.dtype],
             "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
         },
         partial=torch.empty(layers, n_keys, dtype=torch.float32, device=device),
-        pairs=n_queries * q_heads,
+        n_rows=n_queries * group,
         kv_heads=keys.kv_heads,
         scaling=scaling * _LOG2E,
         power=2 if reduction == "energy" else 1,
@@ -149,8 +152,8 @@ class _Work:
     constants: dict[str, object]
     partial: torch.Tensor
     """[L, n] float32, the result of each layer."""
-    pairs: int
-    """(query, head) pairs of a layer."""
+    n_rows: int
+    """Query rows of one KV head."""
     kv_heads: int
     scaling: float
     power: int
@@ -159,9 +162,9 @@ class _Work:
 
 def _read_twice(work: _Work, tiles: Tiles) -> None:
     layers, n_keys = work.partial.shape
-    n_rows = work.pairs // work.kv_heads
+    n_rows = work.n_rows
     splits = triton.cdiv(n_keys, tiles.keys_per_split)
-    split_lse = torch.empty(splits, layers * work.pairs, dtype=torch.float32, device=work.partial.device)
+    split_lse = torch.empty(splits, layers * work.kv_heads * n_rows, dtype=torch.float32, device=work.partial.device)
     first, second = tiles.first, tiles.second
     kernels.log_sum_exp[(work.kv_heads * triton.cdiv(n_rows, first.rows), splits, layers)](
         *work.inputs, split_lse, n_rows, n_keys, work.scaling, tiles.keys_per_split, **work.constants,
@@ -178,20 +181,21 @@ def _read_once(work: _Work, tiles: Tiles) -> None:
     """As many layers at a time as have their logits in ``tiles.scratch`` bytes, at least one."""
     layers, n_keys = work.partial.shape
     first, second = tiles.first, tiles.second
+    all_rows = work.kv_heads * work.n_rows
     n_tiles = triton.cdiv(n_keys, first.tokens)
-    at_once = min(layers, max(1, tiles.scratch // (work.pairs * n_tiles * first.tokens * 4)))
+    at_once = min(layers, max(1, tiles.scratch // (all_rows * n_tiles * first.tokens * 4)))
     # groups of nearly one size
     at_once = triton.cdiv(layers, triton.cdiv(layers, at_once))
-    stored = torch.empty(at_once, work.pairs, n_tiles * first.tokens, dtype=torch.float32, device=work.partial.device)
+    stored = torch.empty(at_once, all_rows, n_tiles * first.tokens, dtype=torch.float32, device=work.partial.device)
     for layer in range(0, layers, at_once):
         group = min(at_once, layers - layer)
-        tile_lse = torch.empty(n_tiles, group * work.pairs, dtype=torch.float32, device=work.partial.device)
+        tile_lse = torch.empty(n_tiles, group * all_rows, dtype=torch.float32, device=work.partial.device)
         kernels.store_logits[(n_tiles, group)](
-            *work.inputs, stored, tile_lse, layer, work.pairs, n_keys, work.scaling, **work.constants,
+            *work.inputs, stored, tile_lse, work.n_rows, n_keys, work.scaling, layer, **work.constants,
             ROWS=first.rows, TOKENS=first.tokens, num_warps=first.warps, num_stages=first.stages,
         )  # fmt: skip
         kernels.sum_stored[(triton.cdiv(n_keys, second.tokens), group)](
-            stored, _merged(tile_lse), work.partial, layer, work.pairs, n_keys, n_tiles, work.weight, POWER=work.power,
+            stored, _merged(tile_lse), work.partial, all_rows, n_keys, n_tiles, work.weight, layer, POWER=work.power,
             ROWS=second.rows, TOKENS=second.tokens, STORED_TOKENS=first.tokens, num_warps=second.warps, num_stages=second.stages,
         )  # fmt: skip
 
