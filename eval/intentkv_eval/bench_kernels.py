@@ -152,16 +152,23 @@ def _first_tiles(pairs: int, rows: int, once: bool) -> list[Tile]:
         many = [Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 3)]
         return [tile for tile in [*few, Tile(64, 64, 4, 3), Tile(64, 128, 4, 3), *many] if pairs <= tile.rows <= 2 * pairs]
     narrow = [Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 128, 4, 3), Tile(64, 128, 4, 4), Tile(64, 128, 8, 4)]
-    wide = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 128, 8, 3), Tile(128, 128, 8, 4), Tile(256, 64, 8, 4)]
-    return narrow if rows <= 64 else [*narrow[1:4], *wide]
+    wide = [Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 128, 8, 2), Tile(256, 32, 8, 4), Tile(256, 64, 8, 3)]
+    return narrow if rows <= 64 else [narrow[0], narrow[2], *wide, Tile(256, 64, 8, 4), Tile(128, 64, 4, 3)]
 
 
 def _second_tiles(rows: int, once: bool) -> list[Tile]:
     if once:
         return [Tile(rows, 64, 4, 1), Tile(rows, 128, 4, 1), Tile(rows, 256, 8, 1)]
     narrow = [Tile(64, 64, 4, 3), Tile(64, 64, 4, 4), Tile(64, 128, 4, 2), Tile(64, 128, 8, 3)]
-    wide = [Tile(64, 128, 4, 3), Tile(64, 256, 8, 3), Tile(64, 256, 8, 2), Tile(128, 128, 8, 3), Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)]
-    return narrow if rows <= 64 else [*narrow[1:], *wide]
+    wide = [
+        Tile(64, 128, 4, 3),
+        Tile(64, 256, 8, 2),
+        Tile(64, 256, 16, 2),
+        Tile(128, 128, 8, 2),
+        Tile(128, 128, 16, 2),
+        Tile(128, 64, 8, 3),
+    ]
+    return narrow if rows <= 64 else [narrow[0], *narrow[2:], *wide]
 
 
 def _choices(model: Model, case: Case) -> Iterator[tuple[str, Callable[[Tiles], Tiles]]]:

@@ -62,7 +62,7 @@ def choose_tiles(n_queries: int, q_heads: int, keys: PagedKeys, n_keys: int) -> 
     if n_rows <= 64 or shrink > 1:
         first, second = Tile(64, tokens, 4, stages), Tile(64, tokens, 4, stages)
     else:
-        first, second = Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)
+        first, second = Tile(256 if n_rows > 128 else 128, 64, 8, 3), Tile(64, 128, 4, 3)
     blocks = triton.cdiv(n_rows, first.rows) * keys.kv_heads * len(keys)
     split = 4096
     while split > 512 and blocks * triton.cdiv(n_keys, split) < _PROGRAMS:
