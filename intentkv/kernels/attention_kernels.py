@@ -260,9 +260,11 @@ def sum_stored(
     local = tl.program_id(1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     rows = tl.arange(0, ROWS)
-    token_ok, row_ok = tokens < n_keys, rows < all_rows
-    at = (local * all_rows + rows)[:, None].to(tl.int64) * (tiles * STORED_TOKENS) + tokens[None, :]
-    logits = tl.load(stored + at, mask=row_ok[:, None] & token_ok[None, :], other=float("-inf"))
+    row_ok = rows < all_rows
+    # masked by whole tiles, which the compiler knows to be aligned; behind the last key they hold -inf
+    padded = tiles * STORED_TOKENS
+    at = (local * all_rows + rows)[:, None].to(tl.int64) * padded + tokens[None, :]
+    logits = tl.load(stored + at, mask=row_ok[:, None] & (tokens < padded)[None, :], other=float("-inf"))
     lse = tl.load(row_lse + local * all_rows + rows, mask=row_ok, other=float("inf"))
     score = tl.sum(tl.exp2((logits - lse[:, None]) * POWER), 0)
-    tl.store(partial + (first_layer + local).to(tl.int64) * n_keys + tokens, score * weight, mask=token_ok)
+    tl.store(partial + (first_layer + local).to(tl.int64) * n_keys + tokens, score * weight, mask=tokens < n_keys)

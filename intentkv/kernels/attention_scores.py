@@ -56,9 +56,10 @@ def choose_tiles(n_queries: int, q_heads: int, keys: PagedKeys, n_keys: int) -> 
     shrink = max(1, triton.cdiv(keys.dim * max(2, keys.dtype.itemsize), 256))
     tokens = max(16, 64 // shrink)
     stages = 3 if shrink == 1 else 2
-    if n_queries * q_heads <= 64:
-        return Tiles(Tile(64, tokens, 4, stages), Tile(64, 128, 4, 1), scratch=64 << 20)
-    n_rows = n_queries * q_heads // keys.kv_heads
+    pairs = n_queries * q_heads
+    if pairs <= 64:
+        return Tiles(Tile(64, tokens, 4, stages), Tile(max(16, triton.next_power_of_2(pairs)), 128, 4, 1), scratch=64 << 20)
+    n_rows = pairs // keys.kv_heads
     if n_rows <= 64 or shrink > 1:
         first, second = Tile(64, tokens, 4, stages), Tile(64, tokens, 4, stages)
     else:
