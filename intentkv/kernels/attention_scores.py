@@ -1,150 +1,21 @@
-"""Key scores of all layers in two passes over the KV pool's keys (Triton).
+"""Key scores of all layers from the KV pool's own pages (Triton).
 
-Pass 1 finds each query row's log-sum-exp over the keys, pass 2 sums probabilities (or their squares) per key. Neither keeps a
-(queries x keys) or (heads x keys) tensor for all layers. Sums run in a fixed order, so equal inputs give equal bits.
 The torch reference is :func:`intentkv.scoring.key_scores`, layer by layer.
+Nothing of size (queries x keys) or (heads x keys) is kept for all layers, nothing waits for the device, and sums run in a fixed order:
+equal inputs give equal bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from intentkv.kernels import attention_kernels as kernels
+from intentkv.kernels.paged_keys import PagedKeys
 from intentkv.scoring import Reduction
-
-
-@triton.jit
-def _tile_logits(
-    queries,
-    row_positions,
-    key_pointers,
-    slots,
-    key_positions,
-    layer_head,
-    rows,
-    row_ok,
-    tokens,
-    token_ok,
-    n_rows,
-    kv_heads,
-    scale,
-    DIM: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEY_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """[rows, tokens] float32 logits (base 2) of one layer and KV head; masked ones are -inf."""
-    dims = tl.arange(0, DIM)
-    layer = layer_head // kv_heads
-    head = layer_head % kv_heads
-    q = tl.load(queries + (rows[:, None].to(tl.int64) + layer_head * n_rows) * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
-    keys = tl.load(key_pointers + layer).to(tl.pointer_type(KEY_DTYPE))
-    slot = tl.load(slots + tokens, mask=token_ok, other=0).to(tl.int64)
-    k = tl.load(keys + (slot[:, None] * kv_heads + head) * DIM + dims[None, :], mask=token_ok[:, None], other=0.0)
-    logits = tl.dot(q.to(DOT_DTYPE), tl.trans(k.to(DOT_DTYPE)), input_precision=PRECISION) * scale
-    seen = token_ok[None, :] & row_ok[:, None]
-    if CAUSAL:
-        row_at = tl.load(row_positions + rows, mask=row_ok, other=-1)
-        key_at = tl.load(key_positions + tokens, mask=token_ok, other=0)
-        seen &= key_at[None, :] <= row_at[:, None]
-    return tl.where(seen, logits, float("-inf"))
-
-
-@triton.jit
-def _log_sum_exp(
-    queries,
-    row_positions,
-    key_pointers,
-    slots,
-    key_positions,
-    maxima,
-    sums,
-    n_rows,
-    n_keys,
-    kv_heads,
-    scale,
-    keys_per_split,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    KEY_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Pass 1: running maximum and sum of exponentials of ROWS query rows over one split of the keys."""
-    layer_head = tl.program_id(0)
-    split = tl.program_id(2)
-    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    row_ok = rows < n_rows
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    first = split * keys_per_split
-    last = tl.minimum(first + keys_per_split, n_keys)
-    for start in range(first, last, TOKENS):
-        tokens = start + tl.arange(0, TOKENS)
-        logits = _tile_logits(
-            queries, row_positions, key_pointers, slots, key_positions, layer_head, rows, row_ok, tokens, tokens < last,
-            n_rows, kv_heads, scale, DIM, CAUSAL, KEY_DTYPE, DOT_DTYPE, PRECISION,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        # a row that has seen no key yet keeps -inf; 0 in its place avoids -inf - -inf
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - anchor) + tl.sum(tl.exp2(logits - anchor[:, None]), 1)
-        top = new_top
-    at = (split * tl.num_programs(0) + layer_head).to(tl.int64) * n_rows + rows
-    tl.store(maxima + at, top, mask=row_ok)
-    tl.store(sums + at, total, mask=row_ok)
-
-
-@triton.jit
-def _sum_probabilities(
-    queries,
-    row_positions,
-    key_pointers,
-    slots,
-    key_positions,
-    log_sums,
-    partial,
-    n_rows,
-    n_keys,
-    kv_heads,
-    layer_heads,
-    scale,
-    heads_per_split,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    SQUARE: tl.constexpr,
-    KEY_DTYPE: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Pass 2: for TOKENS keys, the sum of alpha (or alpha squared) over the rows of one split of the (layer, KV head) pairs."""
-    split = tl.program_id(1)
-    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    token_ok = tokens < n_keys
-    score = tl.zeros([TOKENS], tl.float32)
-    first = split * heads_per_split
-    for layer_head in range(first, tl.minimum(first + heads_per_split, layer_heads)):
-        for row in range(0, n_rows, ROWS):
-            rows = row + tl.arange(0, ROWS)
-            row_ok = rows < n_rows
-            logits = _tile_logits(
-                queries, row_positions, key_pointers, slots, key_positions, layer_head, rows, row_ok, tokens, token_ok,
-                n_rows, kv_heads, scale, DIM, CAUSAL, KEY_DTYPE, DOT_DTYPE, PRECISION,
-            )  # fmt: skip
-            # rows that see nothing have +inf here: their probabilities vanish
-            lse = tl.load(log_sums + layer_head * n_rows + rows, mask=row_ok, other=float("inf"))
-            alpha = tl.exp2(logits - lse[:, None])
-            score += tl.sum(alpha * alpha if SQUARE else alpha, 0)
-    tl.store(partial + split.to(tl.int64) * n_keys + tokens, score, mask=token_ok)
-
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -153,92 +24,187 @@ _TRITON_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
 }
+_DOT_DTYPES = {torch.float8_e4m3fn: torch.float16, torch.float8_e5m2: torch.float16}
+"""Where the product does not run in the keys' own dtype. float16 holds every 8-bit float exactly, and the hardware converts to it."""
 _LOG2E = 1.4426950408889634
-_KEY_SPLIT = 4096
-"""Keys a program of pass 1 walks; more splits when there are few (layer, head, row block) programs."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program computes at a time, and with what: powers of two, at least 16 rows and tokens."""
+
+    rows: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How to run the two steps: with ``scratch`` bytes for logits K is read once, with 0 twice."""
+
+    first: Tile
+    second: Tile
+    keys_per_split: int = 4096
+    """Keys that a program of the first step walks when K is read twice; a multiple of its ``tokens``."""
+    scratch: int = 0
+
+
+def choose_tiles(n_queries: int, q_heads: int, keys: PagedKeys, n_keys: int) -> Tiles:
+    """Tiles for ``n_queries`` queries a head: K is read once when all (query, head) pairs fit one tile. Tuned on an H200."""
+    # tiles are for 256 bytes a key and head; longer keys get smaller ones
+    shrink = max(1, triton.cdiv(keys.dim * max(2, keys.dtype.itemsize), 256))
+    tokens = max(16, 64 // shrink)
+    stages = 3 if shrink == 1 else 2
+    pairs = n_queries * q_heads
+    if pairs <= 64:
+        return Tiles(Tile(64, tokens, 4, stages), Tile(max(16, triton.next_power_of_2(pairs)), 128, 4, 1), scratch=64 << 20)
+    n_rows = pairs // keys.kv_heads
+    if n_rows <= 64 or shrink > 1:
+        first, second = Tile(64, tokens, 4, stages), Tile(64, tokens, 4, stages)
+    else:
+        first, second = Tile(256 if n_rows > 128 else 128, 64, 8, 3), Tile(64, 128, 4, 3)
+    blocks = triton.cdiv(n_rows, first.rows) * keys.kv_heads * len(keys)
+    split = 4096
+    while split > 512 and blocks * triton.cdiv(n_keys, split) < _PROGRAMS:
+        split //= 2
+    return Tiles(first, second, split)
+
+
+_PROGRAMS = 1056
+"""Programs the first step aims for: eight for each of the 132 multiprocessors of a Hopper GPU."""
 
 
 def paged_key_scores(
     queries: torch.Tensor,
-    key_buffers: Sequence[torch.Tensor],
+    keys: PagedKeys,
     slots: torch.Tensor,
     scaling: float,
     reduction: Reduction,
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
-    key_scale: float = 1.0,
+    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Scores of the keys in ``slots``, summed over layers and query heads.
 
     Args:
         queries: [L, n_q, H_q, D] post-RoPE.
-        key_buffers: L tensors [pool, H_kv, D], all of one dtype (float32, bfloat16, float16 or fp8), rows contiguous.
-        slots: [n] int64 live slots.
+        keys: the pool's keys of the L layers.
+        slots: [n] integer live slots.
+        scaling: multiplies q.k to give the logit; positive.
         reduction: ``mass`` (sum over queries of alpha) or ``energy`` (mean over queries of alpha squared).
         query_positions: [n_q] int64; with ``key_positions`` [n] int64, keys after a query are masked.
-        key_scale: dequantisation factor of fp8 keys.
+        tiles: instead of :func:`choose_tiles`'s.
 
     Returns:
         [n] float32.
 
     Raises:
-        ValueError: another reduction, or head dim not a power of two.
+        ValueError: another reduction, a head dim that is not a power of two, or a dtype without kernel.
     """
     if reduction not in ("mass", "energy"):
         raise ValueError(f"reduction {reduction!r} has no kernel; use 'mass' or 'energy'")
+    if keys.dim & (keys.dim - 1):
+        raise ValueError(f"head dim {keys.dim} is not a power of two")
+    if keys.dtype not in _TRITON_DTYPES:
+        raise ValueError(f"keys of dtype {keys.dtype} have no kernel; use one of {', '.join(map(str, _TRITON_DTYPES))}")
     layers, n_queries, q_heads, dim = queries.shape
-    kv_heads = key_buffers[0].shape[1]
-    if dim & (dim - 1):
-        raise ValueError(f"head dim {dim} is not a power of two")
     n_keys, device = slots.shape[0], slots.device
     if n_queries == 0 or n_keys == 0:
         return torch.zeros(n_keys, dtype=torch.float32, device=device)
-    key_dtype = key_buffers[0].dtype
-    exact = key_dtype == torch.float32
-    dot_dtype = key_dtype if key_dtype in (torch.float32, torch.float16) else torch.bfloat16
-    group = q_heads // kv_heads
-    n_rows = group * n_queries
-    # [L, H_kv, group * n_q, D]: the rows that read one KV head, query fastest
-    rows = queries.view(layers, n_queries, kv_heads, group, dim).permute(0, 2, 3, 1, 4).contiguous().to(dot_dtype)
+    tiles = tiles or choose_tiles(n_queries, q_heads, keys, n_keys)
     causal = query_positions is not None and key_positions is not None
-    row_positions = query_positions.repeat(group).to(device) if causal and query_positions is not None else slots
-    key_at = key_positions.to(device) if causal and key_positions is not None else slots
-    pointers = torch.tensor([b.data_ptr() for b in key_buffers], dtype=torch.int64).to(device, non_blocking=True)
-    layer_heads = layers * kv_heads
-    row_block = 16 if n_rows <= 16 else 64
-    token_block = 64
-    scale = scaling * key_scale * _LOG2E
-    common = {
-        "DIM": dim,
-        "ROWS": row_block,
-        "TOKENS": token_block,
-        "CAUSAL": causal,
-        "KEY_DTYPE": _TRITON_DTYPES[key_dtype],
-        "DOT_DTYPE": _TRITON_DTYPES[dot_dtype],
-        "PRECISION": "ieee" if exact else "tf32",
-    }
-    splits = triton.cdiv(n_keys, _KEY_SPLIT)
-    maxima = torch.empty(splits, layer_heads, n_rows, dtype=torch.float32, device=device)
-    sums = torch.empty_like(maxima)
-    _log_sum_exp[(layer_heads, triton.cdiv(n_rows, row_block), splits)](
-        rows, row_positions, pointers, slots, key_at, maxima, sums, n_rows, n_keys, kv_heads, scale, _KEY_SPLIT, **common
+    # pointers that are not read when there is no mask
+    query_at = query_positions.to(device).contiguous() if causal and query_positions is not None else slots
+    key_at = key_positions.to(device).contiguous() if causal and key_positions is not None else slots
+    group = q_heads // keys.kv_heads
+    # the rows that read one KV head side by side, in the product's dtype: one copy
+    q = torch.empty(layers, keys.kv_heads, n_queries, group, dim, dtype=_DOT_DTYPES.get(keys.dtype, keys.dtype), device=device)
+    q.copy_(queries.unflatten(2, (keys.kv_heads, group)).transpose(1, 2))
+    work = _Work(
+        inputs=(q, query_at, keys.pointers, keys.scales, slots.contiguous(), key_at),
+        constants={
+            "KV_HEADS": keys.kv_heads,
+            "GROUP": group,
+            "DIM": dim,
+            "CAUSAL": causal,
+            "KEY_DTYPE": _TRITON_DTYPES[keys.dtype],
+            "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
+        },
+        partial=torch.empty(layers, n_keys, dtype=torch.float32, device=device),
+        n_rows=n_queries * group,
+        kv_heads=keys.kv_heads,
+        scaling=scaling * _LOG2E,
+        power=2 if reduction == "energy" else 1,
+        weight=1.0 / n_queries if reduction == "energy" else 1.0,
     )
-    # log2-sum-exp2 over splits; a row that saw no key at all gets +inf, so that its probabilities vanish
-    top = maxima.amax(0)
-    anchor = torch.where(torch.isinf(top), 0.0, top)
-    log_sums = anchor + torch.log2((sums * torch.exp2(maxima - anchor)).sum(0))
-    log_sums = torch.where(torch.isinf(top), float("inf"), log_sums)
-    head_splits = min(layer_heads, max(1, triton.cdiv(_PROGRAMS, triton.cdiv(n_keys, token_block))))
-    heads_per_split = triton.cdiv(layer_heads, head_splits)
-    head_splits = triton.cdiv(layer_heads, heads_per_split)
-    partial = torch.empty(head_splits, n_keys, dtype=torch.float32, device=device)
-    _sum_probabilities[(triton.cdiv(n_keys, token_block), head_splits)](
-        rows, row_positions, pointers, slots, key_at, log_sums, partial, n_rows, n_keys, kv_heads, layer_heads, scale, heads_per_split,
-        SQUARE=reduction == "energy", **common,
+    if tiles.scratch:
+        _read_once(work, tiles)
+    else:
+        _read_twice(work, tiles)
+    return work.partial.sum(0)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """One call, as the kernels take it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    constants: dict[str, object]
+    partial: torch.Tensor
+    """[L, n] float32, the result of each layer."""
+    n_rows: int
+    """Query rows of one KV head."""
+    kv_heads: int
+    scaling: float
+    power: int
+    weight: float
+
+
+def _read_twice(work: _Work, tiles: Tiles) -> None:
+    layers, n_keys = work.partial.shape
+    n_rows = work.n_rows
+    splits = triton.cdiv(n_keys, tiles.keys_per_split)
+    split_lse = torch.empty(splits, layers * work.kv_heads * n_rows, dtype=torch.float32, device=work.partial.device)
+    first, second = tiles.first, tiles.second
+    kernels.log_sum_exp[(work.kv_heads * triton.cdiv(n_rows, first.rows), splits, layers)](
+        *work.inputs, split_lse, n_rows, n_keys, work.scaling, tiles.keys_per_split, **work.constants,
+        ROWS=first.rows, TOKENS=first.tokens, num_warps=first.warps, num_stages=first.stages,
     )  # fmt: skip
-    total = partial.sum(0)
-    return total / n_queries if reduction == "energy" else total
+    row_lse = _merged(split_lse)
+    kernels.sum_probabilities[(triton.cdiv(n_keys, second.tokens), layers)](
+        *work.inputs, row_lse, work.partial, n_rows, n_keys, work.scaling, work.weight, **work.constants, POWER=work.power,
+        ONE_BLOCK=n_rows <= second.rows, ROWS=second.rows, TOKENS=second.tokens, num_warps=second.warps, num_stages=second.stages,
+    )  # fmt: skip
 
 
-_PROGRAMS = 1056
-"""Programs pass 2 aims for: eight for each of the 132 multiprocessors of a Hopper GPU."""
+def _read_once(work: _Work, tiles: Tiles) -> None:
+    """As many layers at a time as have their logits in ``tiles.scratch`` bytes, at least one."""
+    layers, n_keys = work.partial.shape
+    first, second = tiles.first, tiles.second
+    all_rows = work.kv_heads * work.n_rows
+    n_tiles = triton.cdiv(n_keys, first.tokens)
+    at_once = min(layers, max(1, tiles.scratch // (all_rows * n_tiles * first.tokens * 4)))
+    # groups of nearly one size
+    at_once = triton.cdiv(layers, triton.cdiv(layers, at_once))
+    stored = torch.empty(at_once, all_rows, n_tiles * first.tokens, dtype=torch.float32, device=work.partial.device)
+    for layer in range(0, layers, at_once):
+        group = min(at_once, layers - layer)
+        tile_lse = torch.empty(n_tiles, group * all_rows, dtype=torch.float32, device=work.partial.device)
+        kernels.store_logits[(n_tiles, group)](
+            *work.inputs, stored, tile_lse, work.n_rows, n_keys, work.scaling, layer, **work.constants,
+            ROWS=first.rows, TOKENS=first.tokens, num_warps=first.warps, num_stages=first.stages,
+        )  # fmt: skip
+        kernels.sum_stored[(triton.cdiv(n_keys, second.tokens), group)](
+            stored, _merged(tile_lse), work.partial, all_rows, n_keys, n_tiles, work.weight, layer, POWER=work.power,
+            ROWS=second.rows, TOKENS=second.tokens, STORED_TOKENS=first.tokens, num_warps=second.warps, num_stages=second.stages,
+        )  # fmt: skip
+
+
+def _merged(parts: torch.Tensor) -> torch.Tensor:
+    """[splits, n] -> [n] float32, see :func:`intentkv.kernels.attention_kernels.merge_splits`."""
+    splits, n = parts.shape
+    merged = torch.empty(n, dtype=torch.float32, device=parts.device)
+    wide = 64 if splits > 16 else 8
+    kernels.merge_splits[(triton.cdiv(n, 1024 // wide),)](parts, merged, splits, n, SPLITS=wide, ROWS=1024 // wide)
+    return merged

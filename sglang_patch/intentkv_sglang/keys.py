@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from intentkv.kernels.paged_keys import PagedKeys
 from intentkv.scoring import LayerwiseKeys, Reduction
 from intentkv_sglang.transfer import to_device
 
@@ -14,9 +14,10 @@ from intentkv_sglang.transfer import to_device
 class PoolKeys(LayerwiseKeys):
     """Keys of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
 
-    def __init__(self, kv_pool: Any, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
-        """``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64 on the CPU, its live positions, ascending."""
-        self._kv_pool = kv_pool
+    def __init__(self, pages: PagedKeys, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
+        """``pages``: of ``layers``, in their order; ``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64 on the CPU,
+        its live positions, ascending."""
+        self._pages = pages
         self._slots = slots
         self._live_on_host = live
         self.live = to_device(live, slots.device)
@@ -29,8 +30,7 @@ class PoolKeys(LayerwiseKeys):
 
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """[n, H_kv, D] float32; ``positions`` ([n] int64) must be live."""
-        keys: torch.Tensor = self._kv_pool.get_key_buffer(layer)[self._slots[positions]]
-        return keys.float()
+        return self._pages.read(self.layers.index(layer), self._slots[positions])
 
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
@@ -40,6 +40,5 @@ class PoolKeys(LayerwiseKeys):
             return super().scores(queries, positions, reduction, query_positions)
         from intentkv.kernels.attention_scores import paged_key_scores
 
-        buffers = [self._kv_pool.get_key_buffer(layer) for layer in self.layers]
         key_positions = positions if query_positions is not None else None
-        return paged_key_scores(queries, buffers, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
+        return paged_key_scores(queries, self._pages, self._slots[positions], self.scaling, reduction, query_positions, key_positions)

@@ -31,6 +31,7 @@ from intentkv_sglang.keys import PoolKeys
 from intentkv_sglang.live_view import Lane, LanePass, PassChannel
 from intentkv_sglang.radix_cache import CacheEvent, IntentKVRadixCache
 from intentkv_sglang.ranks import RankGroup
+from intentkv_sglang.warmup import rehearse
 
 _versions = itertools.count(1)
 
@@ -121,12 +122,13 @@ class Runtime:
         """Attach to the scheduler's model, pools and tokenizer; called once, before the first request."""
         runner = scheduler.tp_worker.model_runner
         self._scaling = compat.attention_shape(runner.model).scaling
-        self._kv_pool = runner.token_to_kv_pool
+        self._pages = compat.paged_keys(runner.model, runner.token_to_kv_pool, bank.layers)
         self._rows = runner.req_to_token_pool
         self._bank = bank
         self._channel = channel
         self._parser = PromptParser(scheduler.tokenizer)
         self.evictions = Evictions(self.cache, self.counters, self._rows.req_to_token, RankGroup.of(scheduler))
+        rehearse(self.config, self._pages, bank, self._rows.req_to_token, self._scaling)
         self._captures_decode = not self._rows.req_to_token.is_cuda or channel.decode_tap is not None
         """A recorded decode graph captures only what it was recorded with: nothing when the server's own method needs nothing."""
 
@@ -352,7 +354,7 @@ class Runtime:
     def _keys(self, node_id: int) -> PoolKeys:
         slots = self.cache.path_slots(node_id)
         live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten()
-        return PoolKeys(self._kv_pool, slots, live, self._bank.layers, self._scaling)
+        return PoolKeys(self._pages, slots, live, self._bank.layers, self._scaling)
 
     # ---- Looking from outside ----
 

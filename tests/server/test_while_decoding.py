@@ -34,7 +34,7 @@ def test_each_eviction_takes_effect_in_the_running_generation(
         answer = server.generate(prompt, look * DECODE_INTERVAL + 8, options, session_id=name, return_logprob=True)
         dead = server.dead(name)
         assert hidden_from.keys() < dead, "each look evicts, and nothing comes back"
-        hidden_from |= {position: at for position in dead - hidden_from.keys()}
+        hidden_from |= dict.fromkeys(dead - hidden_from.keys(), at)
         assert answer.figures["dead_tokens"] == len(dead)
         assert answer.figures["peak_live_tokens"] <= budget + DECODE_INTERVAL + 2
     whole, measured = prompt + answer.output_ids, output_logprobs(answer)
