@@ -11,7 +11,7 @@ from intentkv.kernels.compact import DEAD_SLOT
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths", "targets"])
 def _compact_row(table, rows, lengths, targets, stride, DEAD: tl.constexpr, BLOCK: tl.constexpr):
     """One program a row: block by block, live entries go behind those of the blocks before."""
     lane = tl.program_id(0)
