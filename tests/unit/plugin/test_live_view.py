@@ -187,15 +187,16 @@ def test_wrong_dead_count_is_seen():
 def test_view_fields(decode, data, padding):
     """What backends with host-side metadata read (FlashInfer, FA3): lengths, sums and prefixes in live units, rows in the shadow part.
 
-    A graph runner's view has padded lanes behind the real ones: row 0, left as they are.
+    A graph runner's view has padded lanes behind the real ones: row 0, left as they are. Host-side prefixes are of the real lanes only.
     """
     chosen = data.draw(st.lists(sequences(decode), min_size=1, max_size=ROWS))
     case = Case("stock", decode, chosen, 2, 2, seed=0)
     batch, n_dead = case.batch, [lane.n_dead for lane in case.known]
-    if decode:
-        batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(padding, dtype=torch.int64)])
-        batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.int64)])
-        batch.seq_lens_cpu = batch.seq_lens.clone()
+    batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(padding, dtype=torch.int64)])
+    batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.int64)])
+    batch.seq_lens_cpu = batch.seq_lens.clone()
+    if not decode:
+        batch.extend_prefix_lens = torch.cat([batch.extend_prefix_lens, torch.zeros(padding, dtype=torch.int64)])
     types = {name: getattr(batch, name).dtype for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu")}
     view = case.shadows.view(batch, case.known)
     if not any(n_dead):
@@ -203,13 +204,14 @@ def test_view_fields(decode, data, padding):
         return
     live = [seq.prefix + seq.new - dead for seq, dead in zip(chosen, n_dead, strict=True)]
     with view.applied(batch):
-        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == live + [1] * padding * decode
+        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == live + [1] * padding
         assert batch.seq_lens_sum == sum(live)
         if not decode:
             prefixes = [seq.prefix - dead for seq, dead in zip(chosen, n_dead, strict=True)]
-            assert batch.extend_prefix_lens.tolist() == batch.extend_prefix_lens_cpu == prefixes
+            assert batch.extend_prefix_lens.tolist() == prefixes + [0] * padding
+            assert batch.extend_prefix_lens_cpu == prefixes
         rows = batch.req_pool_indices.tolist()
-        assert rows == [row + ROWS * bool(dead) for row, dead in zip(case.rows, n_dead, strict=True)] + [0] * padding * decode
+        assert rows == [row + ROWS * bool(dead) for row, dead in zip(case.rows, n_dead, strict=True)] + [0] * padding
         for logical, row, length in zip(case.rows, rows, live, strict=False):
             assert case.table[row, :length].tolist() == [s for s in case.table[logical].tolist() if s]
         assert {name: getattr(batch, name).dtype for name in types} == types
