@@ -131,7 +131,7 @@ class ShadowRows:
 
 
 def _to_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
-    """``numbers`` as int64 on ``device``. A copy to a GPU waits for nothing: it reads pinned memory, which torch reuses once it was read."""
+    """``numbers`` as int64 on ``device``. Nobody waits for a GPU: it reads pinned memory, which torch reuses only once that was read."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
