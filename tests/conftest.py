@@ -10,11 +10,20 @@ import pytest
 
 from intentkv_sglang.default_model import ensure_default_model, make_tiny_model
 
-# Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
-# imported here, before anything that imports SGLang or transformers.
-os.environ["TRITON_INTERPRET"] = "1"
-importlib.import_module("triton.experimental.gluon")
-del os.environ["TRITON_INTERPRET"]
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Triton interpret kernels, except where the GPU tests run alone: they need them compiled.
+
+    Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
+    imported here, before anything that imports SGLang or transformers.
+    """
+    only_gpu = [Path(argument.split("::")[0]).resolve().is_relative_to(GPU_TESTS) for argument in config.args]
+    if not all(only_gpu):
+        os.environ["TRITON_INTERPRET"] = "1"
+        importlib.import_module("triton.experimental.gluon")
+        del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")
