@@ -22,8 +22,9 @@ from ..server.oracle import DenseModel
 from .model import make_model
 from .turns import PRUNED, WHOLE, LaneRecord, five_percent_off, play
 
-TOLERANCE = 0.1
-"""Of the mean distance over a lane's tokens. bfloat16 alone gives 0.03; 5 % of the keys wrong gives 0.3 (see model.py and the controls)."""
+TOLERANCE = 0.06
+"""Of the mean distance over a lane's tokens, in log-probability. bfloat16 alone gives 0.02, 5 % of the live keys wrong 0.16 and more (see
+model.py); the control below holds every server to it."""
 
 EAGER = "--disable-cuda-graph"
 SERVERS = {
@@ -129,9 +130,11 @@ def test_whole_lanes_beside_them(played: Played) -> None:
 def test_the_comparison_can_fail(played: Played) -> None:
     """Against the dense model without the mask, and with one that is wrong by 5 % of the live keys, the same numbers are far outside."""
     for lane in played.pruned:
-        assert lane.extended.error(played.dense, {}) > 3 * TOLERANCE
+        unmasked = [measured.error(played.dense, {}) for measured in (lane.decoded, lane.extended)]
         wrong = [lane.extended.error(played.dense, mask) for mask in five_percent_off(lane, played.steps[lane.name])]
-        assert min(wrong) > 1.5 * TOLERANCE, wrong
+        print(f"mean distance without the mask {unmasked}, 5 % off {wrong}")
+        assert min(unmasked) > 4 * TOLERANCE, unmasked
+        assert min(wrong) > 2 * TOLERANCE, wrong
 
 
 def test_prefix_hits_and_ledgers(played: Played) -> None:

@@ -109,9 +109,7 @@ def _first(client: Client, lane: LaneRecord) -> Answer:
 
 def _second(client: Client, lane: LaneRecord) -> Answer:
     options = {"budget": BUDGET, "hysteresis": 0} if lane.name.startswith("pruned") else FULL
-    return client.generate(
-        lane.chat.say("tool", 60).ask(), 32, options, session_id=lane.name, return_logprob=True, logprob_start_len=-1
-    )
+    return client.generate(lane.chat.say("tool", 60).ask(), 32, options, session_id=lane.name, return_logprob=True, logprob_start_len=-1)
 
 
 def five_percent_off(lane: LaneRecord, step: int) -> list[dict[int, int]]:
