@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from intentkv_sglang.default_model import ensure_default_model, make_tiny_model
 
-GPU_TESTS = Path(__file__).parent / "gpu"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Let Triton interpret kernels, except where the GPU tests run alone: they need them compiled.
-
-    Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
-    imported here, before anything that imports SGLang or transformers.
-    """
-    only_gpu = [Path(argument.split("::")[0]).resolve().is_relative_to(GPU_TESTS) for argument in config.args]
-    if not all(only_gpu):
-        os.environ["TRITON_INTERPRET"] = "1"
-        importlib.import_module("triton.experimental.gluon")
-        del os.environ["TRITON_INTERPRET"]
+# Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
+# imported here, before anything that imports SGLang or transformers. Tests on a GPU want compiled kernels: they run alone, and whether
+# they do must be known before pytest has a configuration to ask.
+_named = [Path(argument.split("::")[0]).resolve() for argument in sys.argv[1:]]
+_tests = [path for path in _named if path.exists()]
+if not _tests or not all(path.is_relative_to(Path(__file__).resolve().parent / "gpu") for path in _tests):
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.experimental.gluon")
+    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")
