@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,14 @@ import pytest
 from intentkv_sglang.default_model import ensure_default_model, make_tiny_model
 
 # Triton decides at import and again at each launch whether kernels are interpreted; its own library must agree with ours. So it is
-# imported here, before anything that imports SGLang or transformers.
-os.environ["TRITON_INTERPRET"] = "1"
-importlib.import_module("triton.experimental.gluon")
-del os.environ["TRITON_INTERPRET"]
+# imported here, before anything that imports SGLang or transformers. Tests on a GPU want compiled kernels: they run alone, and whether
+# they do must be known before pytest has a configuration to ask.
+_named = [Path(argument.split("::")[0]).resolve() for argument in sys.argv[1:]]
+_tests = [path for path in _named if path.exists()]
+if not _tests or not all(path.is_relative_to(Path(__file__).resolve().parent / "gpu") for path in _tests):
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("triton.experimental.gluon")
+    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")

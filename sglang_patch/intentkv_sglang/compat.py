@@ -120,7 +120,7 @@ def attention_shape(model: torch.nn.Module) -> AttentionShape:
     """The shape of the model's attention layers.
 
     Raises:
-        ValueError: no attention layer, layers that differ, or logit capping.
+        ValueError: no attention layer, layers that differ, logit capping, or layers that see a window or chunk of positions only.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -130,6 +130,9 @@ def attention_shape(model: torch.nn.Module) -> AttentionShape:
         raise ValueError(f"IntentKV needs a model whose attention layers are all alike, found {len(shapes)} kinds.")
     if any(m.logit_cap for m in layers):
         raise ValueError("IntentKV does not support models with attention logit capping.")
+    if any(m.sliding_window_size > 0 or m.use_irope for m in layers):
+        # Without SGLang's memory pool for such layers nothing else tells: a window would be counted in live tokens.
+        raise ValueError("IntentKV does not support models with sliding-window or chunked attention layers.")
     return shapes.pop()
 
 

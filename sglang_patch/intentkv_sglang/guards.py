@@ -24,6 +24,9 @@ class Guard:
     change: str
 
 
+_CHOICE = f"{', '.join(list(BACKENDS)[:-1])} or {list(BACKENDS)[-1]}"
+
+
 def _on(name: str, default: Any = None) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, default))
 
@@ -37,7 +40,25 @@ def _wrong_backend(args: Any) -> bool:
     return bool(names - set(BACKENDS))
 
 
+def _split_backends(args: Any) -> bool:
+    """SGLang then builds one backend that holds two; which of them has the rows is not ours to follow."""
+    prefill, decode = (name or args.attention_backend for name in (args.prefill_attention_backend, args.decode_attention_backend))
+    return bool(prefill != decode)
+
+
+def _full_prefill_graph(args: Any) -> bool:
+    """Attention of a prompt would be replayed too: no query could be captured from it."""
+    resolved = getattr(getattr(args, "cuda_graph_config", None), "prefill", None)
+    return "full" in (args.cuda_graph_backend_prefill, getattr(resolved, "backend", None))
+
+
+_KV_TYPES = ("auto", "bf16", "bfloat16", "fp8_e4m3", "fp8_e5m2")
+"""Plain tensors that scoring can read; the others are packed or scaled block by block."""
+
+
 _SERVER_GUARDS: tuple[Guard, ...] = (
+    # Before the radix cache, which SGLang itself turns off for it.
+    Guard("multi-item scoring", _on("enable_mis"), "remove --enable-mis."),
     Guard("page size", _above_one("page_size"), "start with --page-size 1."),
     Guard("radix cache off", _on("disable_radix_cache"), "remove --disable-radix-cache."),
     Guard("hierarchical cache", _on("enable_hierarchical_cache"), "remove --enable-hierarchical-cache."),
@@ -59,7 +80,14 @@ _SERVER_GUARDS: tuple[Guard, ...] = (
     Guard("data parallelism in one server", _above_one("dp_size"), "start one server per replica behind a router."),
     Guard("embedding models", _on("is_embedding"), "remove --is-embedding."),
     Guard("diffusion LLM", _on("dllm_algorithm"), "remove --dllm-algorithm."),
-    Guard("attention backend", _wrong_backend, f"start with --attention-backend {' or '.join(BACKENDS)}."),
+    Guard("attention backend", _wrong_backend, f"start with --attention-backend {_CHOICE}."),
+    Guard(
+        "different attention backends for prefill and decode",
+        _split_backends,
+        "remove --prefill-attention-backend and --decode-attention-backend.",
+    ),
+    Guard("full prefill CUDA graphs", _full_prefill_graph, "start with --cuda-graph-backend-prefill breakable."),
+    Guard("block-scaled KV caches", lambda a: a.kv_cache_dtype not in _KV_TYPES, f"start with --kv-cache-dtype {' or '.join(_KV_TYPES)}."),
 )
 
 
@@ -100,8 +128,7 @@ def backend_problems(attn_backend: Any) -> list[str]:
     """One sentence when the attention backend that SGLang built has no live view, for example because it chose one by itself."""
     if getattr(attn_backend, "sees_live_slots_only", False):
         return []
-    change = f"start with --attention-backend {' or '.join(BACKENDS)}."
-    return [f"IntentKV does not support the attention backend {type(attn_backend).__name__}: {change}"]
+    return [f"IntentKV does not support the attention backend {type(attn_backend).__name__}: start with --attention-backend {_CHOICE}."]
 
 
 def require(problems: list[str]) -> None:

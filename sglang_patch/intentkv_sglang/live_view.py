@@ -106,31 +106,36 @@ class ShadowRows:
                 compact.append((lane.row, lane.end))
             self._filled[lane.row] = (lane.version, lane.end)
         if compact:
-            rows, lengths = torch.tensor(list(zip(*compact, strict=True)), dtype=torch.int64).to(device, non_blocking=True)
+            rows, lengths = _to_device(list(zip(*compact, strict=True)), device)
             compact_rows(self.table, rows, lengths, rows + self.offset)
         if append:
-            rows, source, target = torch.tensor(list(zip(*append, strict=True)), dtype=torch.int64).to(device, non_blocking=True)
+            rows, source, target = _to_device(list(zip(*append, strict=True)), device)
             self.table[rows + self.offset, target] = self.table[rows, source]
-        padding = [0] * (batch.seq_lens.shape[0] - len(lanes))
-        host_dead = torch.tensor([lane.n_dead for lane in lanes] + padding)
-        dead = host_dead.to(device, non_blocking=True)
+        n_dead = [lane.n_dead for lane in lanes] + [0] * (batch.seq_lens.shape[0] - len(lanes))
+        dead = _to_device(n_dead, device)
         shifted = batch.req_pool_indices + (dead > 0) * self.offset
         fields: dict[str, Any] = {
             "req_pool_indices": shifted.to(batch.req_pool_indices.dtype),
             "seq_lens": (batch.seq_lens - dead).to(batch.seq_lens.dtype),
         }
         if getattr(batch, "seq_lens_cpu", None) is not None:
-            fields["seq_lens_cpu"] = (batch.seq_lens_cpu - host_dead).to(batch.seq_lens_cpu.dtype)
+            fields["seq_lens_cpu"] = (batch.seq_lens_cpu - torch.tensor(n_dead)).to(batch.seq_lens_cpu.dtype)
         if getattr(batch, "seq_lens_sum", None) is not None:
-            fields["seq_lens_sum"] = batch.seq_lens_sum - sum(lane.n_dead for lane in lanes)
+            fields["seq_lens_sum"] = batch.seq_lens_sum - sum(n_dead)
         if getattr(batch, "extend_prefix_lens", None) is not None:
             fields["extend_prefix_lens"] = (batch.extend_prefix_lens - dead).to(batch.extend_prefix_lens.dtype)
         if getattr(batch, "extend_prefix_lens_cpu", None) is not None:
-            fields["extend_prefix_lens_cpu"] = [p - d for p, d in zip(batch.extend_prefix_lens_cpu, host_dead.tolist(), strict=True)]
+            # A list of the real lanes, also where the tensors are padded.
+            fields["extend_prefix_lens_cpu"] = [p - d for p, d in zip(batch.extend_prefix_lens_cpu, n_dead, strict=False)]
         return LiveView(fields)
 
 
-BACKENDS: dict[str, bool] = {"torch_native": True, "triton": False}
+def _to_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """``numbers`` as int64 on ``device``. Nobody waits for a GPU: it reads pinned memory, which torch reuses only once that was read."""
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+BACKENDS: dict[str, bool] = {"torch_native": True, "triton": False, "flashinfer": False, "fa3": False}
 """Wrapped attention backends; the value says whether the backend reads ``req_to_token`` inside forward and not only in its metadata."""
 
 

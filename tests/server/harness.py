@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import httpx
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from intentkv_eval.server import Server
@@ -44,6 +45,15 @@ class Answer:
         figures = meta.get("intentkv", [{}])
         assert len(figures) == 1, "a request has one set of figures"
         return cls(reply["output_ids"], meta["cached_tokens"], figures[0], meta)
+
+    @property
+    def input_logprobs(self) -> torch.Tensor:
+        """Log-probabilities of the prompt's tokens behind the first one asked for, in order."""
+        return torch.tensor([value for value, *_ in self.meta["input_token_logprobs"] if value is not None])
+
+    @property
+    def output_logprobs(self) -> torch.Tensor:
+        return torch.tensor([value for value, *_ in self.meta["output_token_logprobs"]])
 
 
 def generate_body(ids: Any, new_tokens: int, options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:

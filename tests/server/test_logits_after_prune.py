@@ -44,19 +44,10 @@ def prune_session(server: Client, chat: Chat, session: str, budget: int = 120) -
     return Pruned(session, chat, prompt, known, dict.fromkeys(dead, len(second) + FIRST_STEP))
 
 
-def input_logprobs(answer: Answer) -> torch.Tensor:
-    """Log-probabilities of the prompt's tokens behind the first one asked for, in order."""
-    return torch.tensor([value for value, *_ in answer.meta["input_token_logprobs"] if value is not None])
-
-
-def output_logprobs(answer: Answer) -> torch.Tensor:
-    return torch.tensor([value for value, *_ in answer.meta["output_token_logprobs"]])
-
-
 def check_logprobs(dense: DenseModel, prompt: list[int], answer: Answer, hidden_from: dict[int, int]) -> None:
     """Prompt and output log-probabilities of an answer during which nothing was evicted."""
     whole = prompt + answer.output_ids
-    measured = torch.cat((input_logprobs(answer), output_logprobs(answer)))
+    measured = torch.cat((answer.input_logprobs, answer.output_logprobs))
     start = len(whole) - len(measured)
     expected = dense.forward(whole, hidden_from, first=start - 1).of_tokens(whole, start)
     assert (measured - expected).abs().max() < TOLERANCE
@@ -76,7 +67,7 @@ def test_next_turn(request: pytest.FixtureRequest, dense: DenseModel, new_chat: 
         prompt, 24, {"method": "full"}, session_id=pruned.session, return_logprob=True, logprob_start_len=pruned.known - 1
     )
     assert answer.cached_tokens == pruned.known - 1
-    assert len(input_logprobs(answer)) == len(prompt) - pruned.known
+    assert len(answer.input_logprobs) == len(prompt) - pruned.known
     check_logprobs(dense, prompt, answer, pruned.hidden_from)
 
 
@@ -139,7 +130,7 @@ def test_whole_prompt_again(served: Client, dense: DenseModel, new_chat: Callabl
     answer = served.generate(pruned.prompt, 12, {"method": "full"}, session_id="again", return_logprob=True, logprob_start_len=0)
     assert answer.cached_tokens == 0
     full = dense.forward(pruned.prompt).of_tokens(pruned.prompt, 1)
-    assert (input_logprobs(answer) - full).abs().max() < TOLERANCE
+    assert (answer.input_logprobs - full).abs().max() < TOLERANCE
     # Insertion repointed the row to what the tree held: the second copy of every position was freed, dead ones stay dead.
     assert answer.figures["dead_tokens"] == len(pruned.hidden_from)
     assert served.dead("again") == set(pruned.hidden_from)

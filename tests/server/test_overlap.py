@@ -13,7 +13,7 @@ import torch
 
 from .harness import Chat, Client
 from .oracle import DenseModel
-from .test_logits_after_prune import TOLERANCE, output_logprobs
+from .test_logits_after_prune import TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["served", "plain"])
@@ -30,7 +30,7 @@ def test_same_turn_reads_the_pruned_cache(
     assert len(dead) == answer.figures["pruned_tokens"] > 60
 
     whole, n = prompt + answer.output_ids, len(prompt)
-    measured = output_logprobs(answer)
+    measured = answer.output_logprobs
 
     def error(first_step_that_sees_it: int) -> float:
         mask = dict.fromkeys(dead, n - 1 + first_step_that_sees_it)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.server_args import ServerArgs
 
 from intentkv_sglang import compat, guards, plugin
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.unit
 
 # Guard name -> flags that a user would give. Each goes through SGLang's own parser, so a flag that SGLang renames fails here.
 FLAGS = {
+    "multi-item scoring": ["--enable-mis"],
     "page size": ["--page-size", "16"],
     "radix cache off": ["--disable-radix-cache"],
     "hierarchical cache": ["--enable-hierarchical-cache"],
@@ -42,6 +44,9 @@ FLAGS = {
     "embedding models": ["--is-embedding"],
     "diffusion LLM": ["--dllm-algorithm", "LowConfidence"],
     "attention backend": ["--attention-backend", "flex_attention"],
+    "different attention backends for prefill and decode": ["--decode-attention-backend", "flashinfer"],
+    "full prefill CUDA graphs": ["--cuda-graph-backend-prefill", "full"],
+    "block-scaled KV caches": ["--kv-cache-dtype", "nvfp4"],
 }
 
 
@@ -76,11 +81,31 @@ def test_no_guard_is_left_out():
     assert {guard.name for guard in guards._SERVER_GUARDS} == FLAGS.keys()
 
 
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3"])
+def test_backends_with_a_live_view(parse, backend):
+    """By the one flag, or by both others, which leaves one backend for both phases too."""
+    assert guards.server_problems(parse("--attention-backend", backend)) == []
+    assert guards.server_problems(parse("--prefill-attention-backend", backend, "--decode-attention-backend", backend)) == []
+
+
 @pytest.mark.parametrize("flag", ["--prefill-attention-backend", "--decode-attention-backend"])
 def test_backends_of_one_phase(parse, flag):
-    (problem,) = guards.server_problems(parse(flag, "flex_attention"))
-    assert "attention backend" in problem
-    assert guards.server_problems(parse(flag, "triton")) == []
+    """SGLang makes one backend of two; the unknown one is named first."""
+    problems = guards.server_problems(parse(flag, "flex_attention"))
+    assert len(problems) == 2
+    assert "--attention-backend torch_native, triton, flashinfer or fa3." in problems[0]
+    (problem,) = guards.server_problems(parse(flag, "triton"))
+    assert flag in problem
+
+
+def test_full_prefill_graph_that_sglang_resolved(parse):
+    """From --cuda-graph-config, or chosen for an architecture: only SGLang's resolved configuration tells."""
+    args = parse()
+    args.cuda_graph_config = CudaGraphConfig(prefill=PhaseConfig(backend=Backend.FULL))
+    (problem,) = guards.server_problems(args)
+    assert "full prefill CUDA graphs" in problem
+    args.cuda_graph_config = CudaGraphConfig()
+    assert guards.server_problems(args) == []
 
 
 def test_several_problems_are_all_told(parse):
@@ -177,7 +202,7 @@ def test_require_names_the_first():
         guards.require(["First.", "Second."])
 
 
-def test_logit_capping_and_mixed_layers_are_refused():
+def test_layers_that_are_not_plain_are_refused():
     import torch
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -190,6 +215,8 @@ def test_logit_capping_and_mixed_layers_are_refused():
         (model(), "found 0 kinds"),
         (model(plain, RadixAttention(4, 16, 0.5, 2, 1)), "found 2 kinds"),
         (model(RadixAttention(4, 8, 0.5, 2, 0, logit_cap=30.0)), "logit capping"),
+        (model(plain, RadixAttention(4, 8, 0.5, 2, 1, sliding_window_size=128)), "sliding-window or chunked"),
+        (model(plain, RadixAttention(4, 8, 0.5, 2, 1, use_irope=True)), "sliding-window or chunked"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             compat.attention_shape(broken)
@@ -208,4 +235,5 @@ def test_a_backend_without_a_live_view_is_refused():
     (problem,) = guards.backend_problems(Other())
     assert "Other" in problem
     assert "--attention-backend" in problem
+    assert one_sentence(problem)
     assert guards.backend_problems(Wrapped()) == []

@@ -6,7 +6,6 @@ Oracle: dense float64 attention over all logical positions, written here.
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from intentkv.kernels.compact import compact_rows
 from intentkv_sglang import live_view, plugin
@@ -23,108 +20,11 @@ from intentkv_sglang.capture import CapturePlan, DecodeTap, QueryBank, QueryTap
 from intentkv_sglang.cpu_attention import NewRowsAttnBackend
 from intentkv_sglang.live_view import Lane, LanePass, LiveView, PassChannel, ShadowRows, with_live_view
 
+from .attention_case import DIM, LAYER, ROWS, Case, Seq, sequences
+
 pytestmark = pytest.mark.unit
 
-DIM = 16
-LAYER = 1
-ROWS, CONTEXT, SLOTS = 6, 48, 200
 BACKENDS = {"stock": TorchNativeAttnBackend, "new-rows": NewRowsAttnBackend}
-
-
-class Seq(NamedTuple):
-    """One sequence of a batch: ``new`` tokens are computed behind a prefix whose positions ``dead`` were evicted."""
-
-    prefix: int
-    new: int
-    dead: frozenset[int]
-
-
-@st.composite
-def sequences(draw, decode):
-    prefix = draw(st.integers(0, 16))
-    new = 1 if decode else draw(st.integers(1, 6))
-    dead = draw(st.one_of(st.just(frozenset()), st.frozensets(st.integers(0, prefix - 1)))) if prefix else frozenset()
-    return Seq(prefix, new, dead)
-
-
-class Case:
-    """A pool full of random K and V (garbage in slot 0 above all), rows with dead marks, and one pass over ``lanes``."""
-
-    def __init__(self, backend, decode, lanes, q_heads, kv_heads, seed, dead_count=None):
-        self.generator = torch.Generator().manual_seed(seed)
-        self.lanes, self.decode = lanes, decode
-        self.layer = RadixAttention(q_heads, DIM, DIM**-0.5, kv_heads, LAYER)
-        self.pool = MHATokenToKVPool(SLOTS, 1, torch.float32, kv_heads, DIM, 2, "cpu", False)
-        for buffer in (self.pool.get_key_buffer(LAYER), self.pool.get_value_buffer(LAYER)):
-            buffer.copy_(torch.randn(buffer.shape, generator=self.generator))
-            buffer[0] = 1e3
-        self.table = torch.zeros(2 * ROWS + 1, CONTEXT, dtype=torch.int32)
-        # Shadow rows hold what earlier passes left there.
-        self.table[ROWS + 1 :] = SLOTS
-        slots = (1 + torch.randperm(SLOTS, generator=self.generator)).tolist()
-        # Lanes are in no particular rows.
-        self.rows = (1 + torch.randperm(ROWS, generator=self.generator))[: len(lanes)].tolist()
-        self.k_logical, self.v_logical, new_slots = [], [], []
-        for row, lane in zip(self.rows, lanes, strict=True):
-            own = [slots.pop() for _ in range(lane.prefix + lane.new)]
-            # The full cache, before anything was evicted; the slots of dead positions then belong to somebody else.
-            self.k_logical.append(self.pool.get_key_buffer(LAYER)[own].clone())
-            self.v_logical.append(self.pool.get_value_buffer(LAYER)[own].clone())
-            self.pool.get_key_buffer(LAYER)[[own[p] for p in lane.dead]] = 1e3
-            new_slots += own[lane.prefix :]
-            self.table[row, : len(own)] = torch.tensor([0 if p in lane.dead else s for p, s in enumerate(own)])
-        runner = SimpleNamespace(device="cpu", req_to_token_pool=SimpleNamespace(req_to_token=self.table), token_to_kv_pool=self.pool)
-        self.channel = PassChannel()
-        self.shadows = ShadowRows(self.table, ROWS)
-        self.backend = with_live_view(BACKENDS[backend](runner), "torch_native", self.shadows, self.channel)
-        lengths = [lane.prefix + lane.new for lane in lanes]
-        prefixes = [lane.prefix for lane in lanes]
-        self.batch = SimpleNamespace(
-            forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-            req_pool_indices=torch.tensor(self.rows),
-            seq_lens=torch.tensor(lengths),
-            seq_lens_cpu=torch.tensor(lengths),
-            seq_lens_sum=sum(lengths),
-            extend_prefix_lens=None if decode else torch.tensor(prefixes),
-            extend_prefix_lens_cpu=None if decode else prefixes,
-            extend_seq_lens=None if decode else torch.tensor([lane.new for lane in lanes]),
-            positions=torch.cat([torch.arange(lane.prefix, lane.prefix + lane.new) for lane in lanes]),
-            out_cache_loc=torch.tensor(new_slots),
-            encoder_lens=None,
-        )
-        n_dead = [len(lane.dead) for lane in lanes] if dead_count is None else dead_count
-        self.known = [
-            Lane(row, lane.prefix, lane.prefix + lane.new, dead) for row, lane, dead in zip(self.rows, lanes, n_dead, strict=True)
-        ]
-        self.channel.current = LanePass(self.known)
-
-    def run(self):
-        """[tokens, H_q, D]: what the backend computes; the new tokens' K and V are those of the logical sequence."""
-        tokens = sum(lane.new for lane in self.lanes)
-        self.q = torch.randn(tokens, self.layer.tp_q_head_num, DIM, generator=self.generator)
-        k, v = (
-            torch.cat([full[lane.prefix :] for full, lane in zip(logical, self.lanes, strict=True)])
-            for logical in (self.k_logical, self.v_logical)
-        )
-        self.backend.init_forward_metadata(self.batch)
-        out = self.backend.forward(self.q.flatten(1), k, v, self.layer, self.batch)
-        return out.view(tokens, -1, DIM)
-
-    def expected(self):
-        """[tokens, H_q, D] float64: causal attention over all positions, dead ones masked to -inf."""
-        outputs, at = [], 0
-        for lane, keys, values in zip(self.lanes, self.k_logical, self.v_logical, strict=True):
-            group = self.layer.tp_q_head_num // self.layer.tp_k_head_num
-            q = self.q[at : at + lane.new].double()
-            at += lane.new
-            k, v = keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
-            logits = torch.einsum("ihd,jhd->hij", q, k) * self.layer.scaling
-            for i in range(lane.new):
-                for j in range(lane.prefix + lane.new):
-                    if j > lane.prefix + i or j in lane.dead:
-                        logits[:, i, j] = float("-inf")
-            outputs.append(torch.einsum("hij,jhd->ihd", torch.softmax(logits, -1), v))
-        return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -138,7 +38,7 @@ def test_equals_masked_full_cache(backend, q_heads, kv_heads, decode, data, seed
     Catches: attention that reads a dead slot, a causal mask shifted by the dead count, new tokens left out of the compacted row, lanes
     mixed up.
     """
-    case = Case(backend, decode, data.draw(st.lists(sequences(decode), min_size=1, max_size=ROWS)), q_heads, kv_heads, seed)
+    case = Case(BACKENDS[backend], decode, data.draw(st.lists(sequences(decode), min_size=1, max_size=ROWS)), q_heads, kv_heads, seed)
     rows = case.table[: ROWS + 1].clone()
     fields = dict(vars(case.batch))
     contents = {name: value.clone() for name, value in fields.items() if isinstance(value, torch.Tensor)}
@@ -152,7 +52,7 @@ def test_equals_masked_full_cache(backend, q_heads, kv_heads, decode, data, seed
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_close_to_exact_in_float32(backend):
     """The tolerance above hides nothing: the real difference is rounding."""
-    case = Case(backend, False, [Seq(16, 6, frozenset({1, 2, 9})), Seq(12, 3, frozenset(range(11)))], 6, 2, seed=3)
+    case = Case(BACKENDS[backend], False, [Seq(16, 6, frozenset({1, 2, 9})), Seq(12, 3, frozenset(range(11)))], 6, 2, seed=3)
     assert (case.run().double() - case.expected()).abs().max() < 1e-5
 
 
@@ -162,7 +62,7 @@ def test_published_sentinel_fails(backend, key, name):
     """K = -10^4 and V = 0 in evicted slots, as published, masks only where the query's components sum to more than 0; K = V = 0 masks
     nowhere. Both stay in the softmax: nobody may bring them back in place of the live view."""
     lane = Seq(16, 1, frozenset(range(2, 12)))
-    case = Case(backend, True, [lane] * 4, 6, 2, seed=5, dead_count=[0] * 4)
+    case = Case(BACKENDS[backend], True, [lane] * 4, 6, 2, seed=5, dead_count=[0] * 4)
     case.pool.get_key_buffer(LAYER)[0] = key
     case.pool.get_value_buffer(LAYER)[0] = 0
     error = (case.run().double() - case.expected()).abs().amax(-1)
@@ -171,13 +71,13 @@ def test_published_sentinel_fails(backend, key, name):
     if key:
         assert torch.equal(wrong, case.q.sum(-1) < 0)
     # The live view, on the same lanes and with the same slots, is right for every head.
-    view = Case(backend, True, [lane] * 4, 6, 2, seed=5)
+    view = Case(BACKENDS[backend], True, [lane] * 4, 6, 2, seed=5)
     assert (view.run().double() - view.expected()).abs().max() < 1e-4
 
 
 def test_wrong_dead_count_is_seen():
     """The comparison itself can fail: one dead position that the host does not know of (invariant 3)."""
-    case = Case("stock", True, [Seq(16, 1, frozenset({3, 4}))], 6, 2, seed=1, dead_count=[1])
+    case = Case(TorchNativeAttnBackend, True, [Seq(16, 1, frozenset({3, 4}))], 6, 2, seed=1, dead_count=[1])
     assert (case.run().double() - case.expected()).abs().max() > 0.1
 
 
@@ -187,15 +87,16 @@ def test_wrong_dead_count_is_seen():
 def test_view_fields(decode, data, padding):
     """What backends with host-side metadata read (FlashInfer, FA3): lengths, sums and prefixes in live units, rows in the shadow part.
 
-    A graph runner's view has padded lanes behind the real ones: row 0, left as they are.
+    A graph runner's view has padded lanes behind the real ones: row 0, left as they are. Host-side prefixes are of the real lanes only.
     """
     chosen = data.draw(st.lists(sequences(decode), min_size=1, max_size=ROWS))
-    case = Case("stock", decode, chosen, 2, 2, seed=0)
+    case = Case(TorchNativeAttnBackend, decode, chosen, 2, 2, seed=0)
     batch, n_dead = case.batch, [lane.n_dead for lane in case.known]
-    if decode:
-        batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(padding, dtype=torch.int64)])
-        batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.int64)])
-        batch.seq_lens_cpu = batch.seq_lens.clone()
+    batch.req_pool_indices = torch.cat([batch.req_pool_indices, torch.zeros(padding, dtype=torch.int64)])
+    batch.seq_lens = torch.cat([batch.seq_lens, torch.ones(padding, dtype=torch.int64)])
+    batch.seq_lens_cpu = batch.seq_lens.clone()
+    if not decode:
+        batch.extend_prefix_lens = torch.cat([batch.extend_prefix_lens, torch.zeros(padding, dtype=torch.int64)])
     types = {name: getattr(batch, name).dtype for name in ("req_pool_indices", "seq_lens", "seq_lens_cpu")}
     view = case.shadows.view(batch, case.known)
     if not any(n_dead):
@@ -203,13 +104,14 @@ def test_view_fields(decode, data, padding):
         return
     live = [seq.prefix + seq.new - dead for seq, dead in zip(chosen, n_dead, strict=True)]
     with view.applied(batch):
-        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == live + [1] * padding * decode
+        assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist() == live + [1] * padding
         assert batch.seq_lens_sum == sum(live)
         if not decode:
             prefixes = [seq.prefix - dead for seq, dead in zip(chosen, n_dead, strict=True)]
-            assert batch.extend_prefix_lens.tolist() == batch.extend_prefix_lens_cpu == prefixes
+            assert batch.extend_prefix_lens.tolist() == prefixes + [0] * padding
+            assert batch.extend_prefix_lens_cpu == prefixes
         rows = batch.req_pool_indices.tolist()
-        assert rows == [row + ROWS * bool(dead) for row, dead in zip(case.rows, n_dead, strict=True)] + [0] * padding * decode
+        assert rows == [row + ROWS * bool(dead) for row, dead in zip(case.rows, n_dead, strict=True)] + [0] * padding
         for logical, row, length in zip(case.rows, rows, live, strict=False):
             assert case.table[row, :length].tolist() == [s for s in case.table[logical].tolist() if s]
         assert {name: getattr(batch, name).dtype for name in types} == types
@@ -285,7 +187,7 @@ def test_decode_steps_append(monkeypatch, version, compactions):
 
 def test_nothing_dead_is_no_work():
     """Decision D3: with nothing pruned the batch is not touched at all (and no table row is written)."""
-    case = Case("stock", False, [Seq(8, 2, frozenset()), Seq(0, 3, frozenset())], 2, 2, seed=0)
+    case = Case(TorchNativeAttnBackend, False, [Seq(8, 2, frozenset()), Seq(0, 3, frozenset())], 2, 2, seed=0)
     table, fields = case.table.clone(), dict(vars(case.batch))
     assert case.shadows.view(case.batch, case.known) is None
     case.run()
@@ -308,9 +210,9 @@ def test_batch_is_restored_when_the_backend_raises():
 
 
 def test_view_of_a_pass_does_not_leak_into_the_next():
-    case = Case("stock", True, [Seq(8, 1, frozenset({1, 2}))], 2, 2, seed=0)
+    case = Case(TorchNativeAttnBackend, True, [Seq(8, 1, frozenset({1, 2}))], 2, 2, seed=0)
     case.run()
-    whole = Case("stock", True, [Seq(8, 1, frozenset())], 2, 2, seed=0)
+    whole = Case(TorchNativeAttnBackend, True, [Seq(8, 1, frozenset())], 2, 2, seed=0)
     whole.backend = case.backend
     case.channel.current = whole.channel.current
     case.table[whole.rows[0]] = whole.table[whole.rows[0]]
@@ -371,7 +273,7 @@ def test_backends_that_build_metadata(nested, n_dead):
 @pytest.mark.parametrize("decode", [True, False])
 def test_taps_see_the_queries(decode):
     """Queries reach the bank before attention runs, [tokens, H_q, D], whichever shape the model hands over."""
-    case = Case("new-rows", decode, [Seq(8, 1, frozenset({1})), Seq(4, 1, frozenset())], 6, 2, seed=0)
+    case = Case(NewRowsAttnBackend, decode, [Seq(8, 1, frozenset({1})), Seq(4, 1, frozenset())], 6, 2, seed=0)
     bank = QueryBank(range(LAYER, LAYER + 1), 4, 6, DIM, torch.float32, "cpu")
     case.channel.current = LanePass(case.known, QueryTap(bank, CapturePlan(tokens=[1, 0], rows=[2, 3])))
     case.run()
@@ -380,7 +282,7 @@ def test_taps_see_the_queries(decode):
 
 def test_batches_without_a_pass_run_as_stock():
     """Warm-up batches have none."""
-    case = Case("stock", True, [Seq(8, 1, frozenset())], 2, 2, seed=0)
+    case = Case(TorchNativeAttnBackend, True, [Seq(8, 1, frozenset())], 2, 2, seed=0)
     case.channel.current = None
     torch.testing.assert_close(case.run().double(), case.expected(), rtol=1e-4, atol=1e-4)
 

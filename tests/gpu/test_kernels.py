@@ -1,0 +1,59 @@
+"""The project's kernels compiled and run on a real GPU, at sizes that an interpreter does not reach. Oracles: Python lists, and the torch
+reference in float32 on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from intentkv.kernels.attention_scores import paged_key_scores
+from intentkv.kernels.compact_triton import compact_rows_triton
+from intentkv.scoring import key_scores
+
+
+def test_compaction_of_long_rows() -> None:
+    """Rows of up to 65,536 positions of a table that is a slice of a wider one; arguments are columns of one tensor.
+
+    Catches: arguments read flat (seen: illegal accesses with several pruned lanes), the width taken for the stride, entries lost at block
+    borders.
+    """
+    rows, context = 10, 65536
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randint(1, 1 << 20, (rows, context + 64), generator=generator, dtype=torch.int32)
+    table[torch.rand(table.shape, generator=generator) < 0.6] = 0
+    table[3] = 0
+    table[4] = torch.arange(1, context + 65)
+    on_gpu = table.cuda()[:, :context]
+    arguments = torch.tensor([[0, context], [1, 1], [2, 2049], [3, context], [4, context]])
+    sources, lengths = arguments.cuda().unbind(1)
+    compact_rows_triton(on_gpu, sources, lengths, sources + 5)
+    result = on_gpu.cpu()
+    assert torch.equal(result[:5], table[:5, :context])
+    for source, length in arguments.tolist():
+        live = [slot for slot in table[source, :length].tolist() if slot]
+        assert result[source + 5, : len(live)].tolist() == live
+        assert torch.equal(result[source + 5, len(live) :], table[source + 5, len(live) : context])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("reduction", ["mass", "energy"])
+@pytest.mark.parametrize("key_type", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scores(key_type: torch.dtype, reduction: str, causal: bool) -> None:
+    """More keys than one split of pass 1 holds, grouped heads, several blocks of query rows.
+
+    Catches: a head that reads another group's keys, wrong strides or types on a tensor core, splits combined without rescaling.
+    """
+    layers, n_queries, q_heads, kv_heads, dim, pool, n_keys = 3, 20, 8, 2, 128, 12000, 9000
+    generator = torch.Generator().manual_seed(0)
+    # What the kernel multiplies with: half precision as it is, fp8 keys with bfloat16 queries.
+    query_type = torch.float16 if key_type == torch.float16 else torch.bfloat16
+    queries = torch.randn(layers, n_queries, q_heads, dim, generator=generator).to(query_type)
+    buffers = [torch.randn(pool, kv_heads, dim, generator=generator).to(key_type) for _ in range(layers)]
+    slots = torch.randperm(pool - 1, generator=generator)[:n_keys] + 1
+    key_scale = 0.5 if key_type.itemsize == 1 else 1.0
+    positions = (torch.linspace(-1, n_keys, n_queries).long(), torch.arange(n_keys)) if causal else (None, None)
+    on_gpu = [None if p is None else p.cuda() for p in positions]
+    got = paged_key_scores(queries.cuda(), [b.cuda() for b in buffers], slots.cuda(), dim**-0.5, reduction, *on_gpu, key_scale=key_scale)
+    keys = [buffer[slots].float() * key_scale for buffer in buffers]
+    want = sum(key_scores(queries[i].float(), keys[i], dim**-0.5, reduction, *positions) for i in range(layers))
+    torch.testing.assert_close(got.cpu(), want, rtol=0.01, atol=1e-3 * float(want.mean()))
