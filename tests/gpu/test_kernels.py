@@ -8,6 +8,7 @@ import torch
 
 from intentkv.kernels.attention_scores import paged_key_scores
 from intentkv.kernels.compact_triton import compact_rows_triton
+from intentkv.kernels.paged_keys import PagedKeys
 from intentkv.scoring import key_scores
 
 
@@ -37,23 +38,25 @@ def test_compaction_of_long_rows() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("reduction", ["mass", "energy"])
+@pytest.mark.parametrize("n_queries", [1, 20, 64])
 @pytest.mark.parametrize("key_type", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
-def test_scores(key_type: torch.dtype, reduction: str, causal: bool) -> None:
+def test_scores(key_type: torch.dtype, n_queries: int, reduction: str, causal: bool) -> None:
     """More keys than one split of pass 1 holds, grouped heads, several blocks of query rows.
 
     Catches: a head that reads another group's keys, wrong strides or types on a tensor core, splits combined without rescaling.
     """
-    layers, n_queries, q_heads, kv_heads, dim, pool, n_keys = 3, 20, 8, 2, 128, 12000, 9000
+    layers, q_heads, kv_heads, dim, pool, n_keys = 3, 8, 2, 128, 12000, 9000
     generator = torch.Generator().manual_seed(0)
-    # What the kernel multiplies with: half precision as it is, fp8 keys with bfloat16 queries.
-    query_type = torch.float16 if key_type == torch.float16 else torch.bfloat16
+    # What the kernel multiplies with: half precision as it is, fp8 keys as float16.
+    query_type = key_type if key_type.itemsize == 2 else torch.float16
     queries = torch.randn(layers, n_queries, q_heads, dim, generator=generator).to(query_type)
     buffers = [torch.randn(pool, kv_heads, dim, generator=generator).to(key_type) for _ in range(layers)]
     slots = torch.randperm(pool - 1, generator=generator)[:n_keys] + 1
-    key_scale = 0.5 if key_type.itemsize == 1 else 1.0
-    positions = (torch.linspace(-1, n_keys, n_queries).long(), torch.arange(n_keys)) if causal else (None, None)
+    scales = [0.5, 1.0, 2.0] if key_type.itemsize == 1 else [1.0] * layers
+    positions = (torch.linspace(-1, n_keys, n_queries + 1).long()[1:], torch.arange(n_keys)) if causal else (None, None)
     on_gpu = [None if p is None else p.cuda() for p in positions]
-    got = paged_key_scores(queries.cuda(), [b.cuda() for b in buffers], slots.cuda(), dim**-0.5, reduction, *on_gpu, key_scale=key_scale)
-    keys = [buffer[slots].float() * key_scale for buffer in buffers]
+    pages = PagedKeys([b.cuda() for b in buffers], scales)
+    got = paged_key_scores(queries.cuda(), pages, slots.cuda(), dim**-0.5, reduction, *on_gpu)
+    keys = [buffer[slots].float() * scale for buffer, scale in zip(buffers, scales, strict=True)]
     want = sum(key_scores(queries[i].float(), keys[i], dim**-0.5, reduction, *positions) for i in range(layers))
     torch.testing.assert_close(got.cpu(), want, rtol=0.01, atol=1e-3 * float(want.mean()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import pytest
@@ -17,14 +17,17 @@ from transformers import AutoTokenizer
 
 from intentkv_eval.server import running_server
 
-from ..server.harness import Client
+from ..server.harness import Chat, Client, at_once
 from ..server.oracle import DenseModel
 from .model import make_model
-from .turns import PRUNED, WHOLE, LaneRecord, five_percent_off, play
+from .turns import FULL, LATEST_STEP, PRUNED, WHOLE, LaneRecord, five_percent_off, play
 
 TOLERANCE = 0.06
 """Of the mean distance over a lane's tokens, in log-probability. bfloat16 alone gives 0.02, 5 % of the live keys wrong 0.16 and more (see
 model.py); the control below holds every server to it."""
+
+INTERVAL = 40
+"""Generated tokens between two looks at a running generation; more than any turn of the conversation has."""
 
 EAGER = "--disable-cuda-graph"
 SERVERS = {
@@ -45,8 +48,11 @@ class Played:
     """The conversation on one server."""
 
     client: Client
+    model: Path
     dense: DenseModel
     lanes: list[LaneRecord]
+    evicted_later: int = 0
+    """Positions that other tests evicted on this server."""
 
     @cached_property
     def steps(self) -> dict[str, int]:
@@ -91,9 +97,10 @@ def played(request: pytest.FixtureRequest, model: Path, dense: DenseModel, tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "1")
         patch.setenv("SGLANG_CHECK_KV_PAGE_INVARIANTS", "1")
+        patch.setenv("INTENTKV_DECODE_INTERVAL", str(INTERVAL))
         with running_server(arguments, tmp_path_factory.mktemp("logs") / f"{name}.log") as server:
             client = Client(server)
-            yield Played(client, dense, play(client, AutoTokenizer.from_pretrained(model)))
+            yield Played(client, model, dense, play(client, AutoTokenizer.from_pretrained(model)))
 
 
 def test_graphs_are_what_the_server_says(played: Played, request: pytest.FixtureRequest) -> None:
@@ -137,8 +144,31 @@ def test_the_comparison_can_fail(played: Played) -> None:
         assert min(wrong) > 2 * TOLERANCE, wrong
 
 
+def test_long_generations(played: Played) -> None:
+    """Several at once, evicted from while they run, under overlap: each stays near its budget, and its next turn hits all of it."""
+    tokenizer, budget, lengths = AutoTokenizer.from_pretrained(played.model), 120, [150, 90, 300, 210]
+    chats = [Chat(tokenizer, f"long-{i}").say("system", 10).say("user", 40) for i in range(len(lengths))]
+    options = {"budget": budget, "hysteresis": 0}
+    before = played.client.status()["counters"]["pruned_tokens"]
+    jobs = [
+        partial(played.client.generate, chat.ask(), length, options, session_id=f"long-{i}")
+        for i, (chat, length) in enumerate(zip(chats, lengths, strict=True))
+    ]
+    answers = at_once(jobs)
+    for i, (chat, answer, length) in enumerate(zip(chats, answers, lengths, strict=True)):
+        known = len(chat.ids) + length - 1
+        # over by what one interval generates, and the steps an eviction is under way
+        assert answer.figures["peak_live_tokens"] <= budget + INTERVAL + LATEST_STEP
+        assert answer.figures["dead_tokens"] == answer.figures["pruned_tokens"] >= known - budget - INTERVAL - LATEST_STEP
+        following = chat.answered(answer.output_ids).say("user", 10).ask()
+        assert played.client.generate(following, 2, FULL, session_id=f"long-{i}").cached_tokens - known in (0, 1)
+    pruned = played.client.status()["counters"]["pruned_tokens"] - before
+    assert pruned == sum(answer.figures["pruned_tokens"] for answer in answers)
+    played.evicted_later += pruned
+
+
 def test_prefix_hits_and_ledgers(played: Played) -> None:
     """Evictions leave prefix hits whole; when all is over every slot is accounted for and the server lives."""
     assert [lane.cached for lane in played.lanes] == [lane.known for lane in played.lanes]
     played.client.check_idle()
-    assert played.client.status()["counters"]["pruned_tokens"] == sum(len(lane.dead) for lane in played.pruned)
+    assert played.client.status()["counters"]["pruned_tokens"] == sum(len(lane.dead) for lane in played.pruned) + played.evicted_later
