@@ -58,7 +58,10 @@ def choose_tiles(n_queries: int, q_heads: int, keys: PagedKeys, n_keys: int) -> 
     stages = 3 if shrink == 1 else 2
     pairs = n_queries * q_heads
     if pairs <= 64:
-        return Tiles(Tile(64, tokens, 4, stages), Tile(max(16, triton.next_power_of_2(pairs)), 128, 4, 1), scratch=64 << 20)
+        rows = max(16, triton.next_power_of_2(pairs))
+        if keys.dtype.itemsize == 1 and shrink == 1:
+            tokens *= 2
+        return Tiles(Tile(rows, tokens, 4, stages), Tile(rows, 128, 4, 1), scratch=64 << 20)
     n_rows = pairs // keys.kv_heads
     if n_rows <= 64 or shrink > 1:
         first, second = Tile(64, tokens, 4, stages), Tile(64, tokens, 4, stages)
