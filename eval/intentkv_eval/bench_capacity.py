@@ -123,6 +123,8 @@ class Cell(BaseModel):
     recomputed_tokens: int
     """Of the finished turns: prompt tokens neither cached nor new, so computed before and computed again."""
     prefix_hit_rate: float
+    ample_hit_rate: float
+    """What the same turns would have hit in a pool that never evicts: everything but their new tokens."""
     live_hit_rate: float
     peak_live_tokens: int
     peak_logical_tokens: int
@@ -318,6 +320,7 @@ def make_cell(arm: str, pool: Pool, round_number: int, window: Window, turns: Se
     figures = aggregate(turns, seconds)
     ok = [turn for turn in turns if turn.ok]
     tasks = sum(turn.last for turn in ok)
+    new_tokens = sum(turn.new_tokens for turn in ok)
     prune = window.prune
     return Cell(
         arm=arm,
@@ -338,9 +341,10 @@ def make_cell(arm: str, pool: Pool, round_number: int, window: Window, turns: Se
         tpot_s=figures.tpot_s,
         prompt_tokens=figures.prompt_tokens,
         cached_tokens=figures.cached_tokens,
-        new_tokens=sum(turn.new_tokens for turn in ok),
+        new_tokens=new_tokens,
         recomputed_tokens=recomputed(turns),
         prefix_hit_rate=figures.prefix_hit_rate,
+        ample_hit_rate=1 - new_tokens / figures.prompt_tokens if figures.prompt_tokens else 0.0,
         live_hit_rate=figures.live_hit_rate,
         peak_live_tokens=figures.peak_live_max,
         peak_logical_tokens=figures.peak_logical_max,
@@ -504,7 +508,20 @@ def tables(result: Result) -> Iterator[Table]:
         title=f"{result.options.concurrent} of {len(result.session_tokens)} sessions at a time, working set "
         f"{result.working_set_tokens:,} tokens, {result.origin.device}\n{result.length_of_sessions}"
     )
-    columns = ("pool", "arm", "round", "turns/s", "tasks/s", "tok/s", "hit", "recomputed", "peak live", "TTFT p50/p95", "TPOT p50/p95")
+    columns = (
+        "pool",
+        "arm",
+        "round",
+        "turns/s",
+        "tasks/s",
+        "tok/s",
+        "hit",
+        "of",
+        "recomputed",
+        "peak live",
+        "TTFT p50/p95",
+        "TPOT p50/p95",
+    )
     for column in (*columns, "prunes", "prune p50/p99", "failed"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for cell in result.cells:
@@ -517,6 +534,7 @@ def tables(result: Result) -> Iterator[Table]:
             f"{cell.tasks_per_s:.3f}",
             f"{cell.generated_tokens_per_s:.0f}",
             f"{cell.prefix_hit_rate:.1%}",
+            f"{cell.ample_hit_rate:.1%}",
             f"{cell.recomputed_tokens:,}",
             f"{cell.peak_live_tokens:,}",
             _two([cell.ttft_s.p50, cell.ttft_s.p95] if cell.ttft_s else [], 1, "s"),

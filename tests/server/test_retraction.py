@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pytest
+
 from .harness import TIGHT_POOL, Answer, Chat, Client, at_once, generate_body
 from .oracle import FIRST_STEP, DenseModel, greedy_gap
 
@@ -29,18 +31,23 @@ def test_full_outputs_survive_retraction(tight: Client, served: Client, new_chat
     assert [a.output_ids for a in crowded] == [a.output_ids for a in ample]
 
 
-def test_pruned_sessions_under_pressure(tight: Client, new_chat: Callable[[], Chat]) -> None:
-    """Eight sessions that fit only pruned, and only for a while: they are retracted after their eviction, resumed, and evicted by turns."""
-    options = {"budget": 120, "hysteresis": 0}
-    talks = [(f"pressed-{i}", new_chat().say("system", 15).say("user", 60)) for i in range(8)]
+@pytest.mark.parametrize("method", ["snapkv", "assistant"])
+def test_pruned_sessions_under_pressure(tight: Client, new_chat: Callable[[], Chat], method: str) -> None:
+    """Eight sessions that fit only pruned, and only for a while: they are retracted after their eviction, resumed, and evicted by turns.
+
+    One method evicts from prompts only, the other from running generations, too.
+    """
+    options = {"method": method, "budget": 120, "hysteresis": 0}
+    talks = [(f"pressed-{method}-{i}", new_chat().say("system", 15).say("user", 60)) for i in range(8)]
     answers: list[Answer] = []
     for new_tokens in (16, 200, 200):
         sent = [partial(tight.generate, chat.ask(), new_tokens, options, session_id=session) for session, chat in talks]
         answers += at_once(sent)
         for (session, chat), answer in zip(talks, answers[-8:], strict=True):
             assert len(answer.output_ids) == new_tokens
-            # A retracted request comes back with what it had written: that is no history yet.
-            assert max(tight.dead(session), default=0) < chat.generation_start
+            if method == "snapkv":
+                # A retracted request comes back with what it had written: that is no history yet.
+                assert max(tight.dead(session), default=0) < chat.generation_start
             chat.answered(answer.output_ids).say("tool", 60)
     assert any(a.meta["num_retractions"] and a.figures["pruned_tokens"] for a in answers[8:16]), "nothing pruned was retracted"
 

@@ -13,7 +13,7 @@ import pytest
 
 from .harness import DECODE_INTERVAL, Chat, Client, at_once
 from .oracle import DenseModel
-from .test_logits_after_prune import TOLERANCE, output_logprobs
+from .test_logits_after_prune import TOLERANCE
 
 LOOKS = 3
 
@@ -37,7 +37,7 @@ def test_each_eviction_takes_effect_in_the_running_generation(
         hidden_from |= dict.fromkeys(dead - hidden_from.keys(), at)
         assert answer.figures["dead_tokens"] == len(dead)
         assert answer.figures["peak_live_tokens"] <= budget + DECODE_INTERVAL + 2
-    whole, measured = prompt + answer.output_ids, output_logprobs(answer)
+    whole, measured = prompt + answer.output_ids, answer.output_logprobs
 
     def error(late: int) -> float:
         mask = {position: at + late for position, at in hidden_from.items()}

@@ -113,6 +113,7 @@ def test_window_counts_what_finished_inside_it() -> None:
     assert (cell.turns_per_s, cell.tasks_per_s, cell.generated_tokens_per_s) == (0.4, 0.2, 10.0)
     assert cell.prefix_hit_rate == (60 + 90) / 300
     assert (cell.new_tokens, cell.recomputed_tokens, cell.mean_logical_tokens) == (40, 10, 125)
+    assert cell.ample_hit_rate == 1 - 40 / cell.prompt_tokens
     assert cell.errors == ["error: full", "error: late"]
     assert (cell.pool_share, cell.pool_tokens, cell.round, cell.prune, cell.server_errors) == (0.3, 900, 1, None, ["Traceback"])
 
