@@ -48,8 +48,7 @@ def top_positions(scores: torch.Tensor, count: int) -> torch.Tensor:
     """
     n = scores.shape[0]
     count = max(0, min(count, n))
-    kept = torch.zeros(n, dtype=torch.bool, device=scores.device)
     # A stable ascending sort leaves the later of two equal scores nearer to the end.
     order = torch.sort(scores.detach(), stable=True).indices
-    kept[order[n - count :]] = True
-    return kept
+    # index_fill_ and not kept[...] = True: an assigned number is copied to a GPU, and the host waits for the copy.
+    return torch.zeros(n, dtype=torch.bool, device=scores.device).index_fill_(0, order[n - count :], True)

@@ -11,6 +11,7 @@ import torch
 from intentkv.protocols import Captured, KeyReader
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
+from intentkv.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,4 @@ class Random:
         # crc32 and not hash(): the same on every rank and in every process
         seed = zlib.crc32(f"{self.seed}/{state.key}/{prompt.length}".encode())
         generator = torch.Generator().manual_seed(seed)
-        return torch.rand(history.shape[0], generator=generator).to(history.device)
+        return to_device(torch.rand(history.shape[0], generator=generator), history.device)

@@ -16,7 +16,7 @@ import torch
 
 from intentkv.protocols import Captured
 from intentkv.spans import Span
-from intentkv_sglang.transfer import to_device
+from intentkv.transfer import to_device
 
 
 class QueryBank:

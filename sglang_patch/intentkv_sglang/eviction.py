@@ -14,10 +14,10 @@ from intentkv.kernels.compact import DEAD_SLOT
 from intentkv.protocols import Budget, Trigger
 from intentkv.selection import top_positions
 from intentkv.sessions import SessionState
+from intentkv.transfer import HostCopy, to_device
 from intentkv_sglang.figures import Figures
 from intentkv_sglang.radix_cache import IntentKVRadixCache
 from intentkv_sglang.ranks import RankGroup
-from intentkv_sglang.transfer import HostCopy, to_device
 
 
 @dataclass
@@ -184,7 +184,7 @@ class Evictions:
             slots = self._cache.prune(pending.node_id, evicted)
             if running:
                 row = self._req_to_token[req.req_pool_idx]
-                row[to_device(evicted, row.device)] = DEAD_SLOT
+                row.index_fill_(0, to_device(evicted, row.device), DEAD_SLOT)
                 req.prefix_indices = self._cache.path_slots(req.last_node)
                 request.touch()
             self._cache.free_slots(slots)

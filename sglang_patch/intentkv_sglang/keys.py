@@ -8,7 +8,7 @@ import torch
 
 from intentkv.kernels.paged_keys import PagedKeys
 from intentkv.scoring import LayerwiseKeys, Reduction
-from intentkv_sglang.transfer import to_device
+from intentkv.transfer import to_device
 
 
 class PoolKeys(LayerwiseKeys):

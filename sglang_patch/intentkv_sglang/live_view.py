@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from intentkv.kernels.compact import compact_rows
+from intentkv.transfer import to_device
 from intentkv_sglang.capture import DecodeTap, QueryTap
 
 
@@ -106,20 +107,21 @@ class ShadowRows:
                 compact.append((lane.row, lane.end))
             self._filled[lane.row] = (lane.version, lane.end)
         if compact:
-            rows, lengths = _to_device(list(zip(*compact, strict=True)), device)
+            rows, lengths = to_device(torch.tensor(list(zip(*compact, strict=True))), device)
             compact_rows(self.table, rows, lengths, rows + self.offset)
         if append:
-            rows, source, target = _to_device(list(zip(*append, strict=True)), device)
+            rows, source, target = to_device(torch.tensor(list(zip(*append, strict=True))), device)
             self.table[rows + self.offset, target] = self.table[rows, source]
         n_dead = [lane.n_dead for lane in lanes] + [0] * (batch.seq_lens.shape[0] - len(lanes))
-        dead = _to_device(n_dead, device)
+        host_dead = torch.tensor(n_dead, dtype=torch.int64)
+        dead = to_device(host_dead, device)
         shifted = batch.req_pool_indices + (dead > 0) * self.offset
         fields: dict[str, Any] = {
             "req_pool_indices": shifted.to(batch.req_pool_indices.dtype),
             "seq_lens": (batch.seq_lens - dead).to(batch.seq_lens.dtype),
         }
         if getattr(batch, "seq_lens_cpu", None) is not None:
-            fields["seq_lens_cpu"] = (batch.seq_lens_cpu - torch.tensor(n_dead)).to(batch.seq_lens_cpu.dtype)
+            fields["seq_lens_cpu"] = (batch.seq_lens_cpu - host_dead).to(batch.seq_lens_cpu.dtype)
         if getattr(batch, "seq_lens_sum", None) is not None:
             fields["seq_lens_sum"] = batch.seq_lens_sum - sum(n_dead)
         if getattr(batch, "extend_prefix_lens", None) is not None:
@@ -128,11 +130,6 @@ class ShadowRows:
             # A list of the real lanes, also where the tensors are padded.
             fields["extend_prefix_lens_cpu"] = [p - d for p, d in zip(batch.extend_prefix_lens_cpu, n_dead, strict=False)]
         return LiveView(fields)
-
-
-def _to_device(numbers: list[Any], device: torch.device) -> torch.Tensor:
-    """``numbers`` as int64 on ``device``. Nobody waits for a GPU: it reads pinned memory, which torch reuses only once that was read."""
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 BACKENDS: dict[str, bool] = {"torch_native": True, "triton": False, "flashinfer": False, "fa3": False}

@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.unified_cache.components.full_component import FullCom
 from sglang.srt.mem_cache.unified_cache.components.tree_component import EvictLayer
 
 from intentkv.kernels.compact import DEAD_SLOT
+from intentkv.transfer import to_device
 
 _TAG = "intentkv"
 
@@ -64,7 +65,7 @@ class IntentKVFullComponent(FullComponent):
         tag = node_tag(node)
         if evicts_device and tag.dead is not None:
             # value = [live and dead slots, mixed]: the live ones are the node's, the dead mark is nobody's and is never freed.
-            live = torch.nonzero(~tag.dead).flatten().to(data.value.device, non_blocking=True)
+            live = to_device(torch.nonzero(~tag.dead).flatten(), data.value.device)
             frees = device_frees[self.component_type]
             frees.pop()
             if live.numel():
@@ -117,11 +118,9 @@ class IntentKVFullComponent(FullComponent):
         """
         data = node.component_data[self.component_type]
         tag = node_tag(node)
-        index = offsets.to(data.value.device, non_blocking=True)
+        index = to_device(offsets, data.value.device)
         slots: torch.Tensor = data.value[index]
-        value = data.value.clone()
-        value[index] = DEAD_SLOT
-        data.value = value
+        data.value = value = data.value.index_fill(0, index, DEAD_SLOT)
         if tag.dead is None:
             tag.dead = torch.zeros(len(value), dtype=torch.bool)
         tag.dead[offsets] = True

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from intentkv.selection import top_positions
+from intentkv.transfer import HostCopy
 from intentkv_sglang.ranks import RankGroup
-from intentkv_sglang.transfer import HostCopy
 
 pytestmark = pytest.mark.unit
 

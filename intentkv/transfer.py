@@ -8,7 +8,8 @@ import torch
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """``tensor`` (on the CPU) on ``device``, ordered with the current stream.
 
-    From pageable memory a copy of more than some kB may first wait for everything queued on the stream; from pinned memory none does.
+    From pageable memory a copy of more than some kB may first wait for everything queued on the stream; from pinned memory none does, and
+    torch reuses that only once it was read.
     """
     if torch.device(device).type != "cuda":
         return tensor.to(device)
