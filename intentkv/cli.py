@@ -148,12 +148,18 @@ def replay(
     flush: Annotated[bool, typer.Option("--flush/--no-flush", help="Empty the server's prefix cache first.")] = True,
     template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a turn may take.")] = 600,
+    sample: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples of the server's pool.")] = 1,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Send the run to Weights & Biases, too; offline without a key.")] = False,
+    wandb_project: Annotated[str, typer.Option(help="Project of that run.")] = "intentkv",
 ) -> int:
     """Replay recorded agents against a running server, closed loop, and measure hits, live tokens and latency.
 
     The next turn's prompt is the server's own output and the recorded tool result, so prefix hits are real.
     Exit status 1 when a turn failed; failed turns are recorded and counted.
     """
+    if wandb:
+        with _room("intentkv_eval.wandb_export", "run: pip install 'intentkv[wandb]'") as export:
+            export.check()  # before the replay and not after it
     with _room("intentkv_eval.replay", _EVAL) as room:
         status: int = room.run(
             room.ReplayOptions(
@@ -170,8 +176,11 @@ def replay(
                 request=room.request_options(method=method, budget=budget, budget_ratio=budget_ratio, hysteresis=hysteresis),
                 template=template,
                 timeout_s=timeout,
+                sample_s=sample,
             )
         )
+    if wandb:
+        typer.echo(f"Sent to Weights & Biases: {export.export(out, wandb_project)}")
     return status
 
 

@@ -5,12 +5,13 @@ A trace's ``meta`` is its arm; the page hides the traces of arms that are switch
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from intentkv_eval import bench_decode, bench_prune
-from intentkv_eval.measures import MEASURES, Measure, Ratio, Turns
+from intentkv_eval.measures import MEASURES, Measure, Ratio, Turns, seconds_text
 from intentkv_eval.overhead import EMBEDDER, NEAR
 from intentkv_eval.runs import Run
 from intentkv_eval.turns import TurnRecord
@@ -83,7 +84,10 @@ def _axis(title: str, **fields: Any) -> Layout:
 
 _TURN_AXIS = _axis("turn of the trajectory", rangemode="tozero", tickformat="d")
 _ZERO = {"rangemode": "tozero"}
-_PERCENTILES = (("p50", "p50"), ("p95", "p95"), ("p99", "p99"))
+_PERCENTILES = ("p50", "p95", "p99")
+_LABELLED = 3
+"""Arms whose bars have room for a label each."""
+_TICKS = tuple(digit * 10.0**power for power in range(-3, 4) for digit in (1, 1.2, 1.5, 2, 3, 4, 5, 6, 8))
 
 HITS = Chart(
     "hits",
@@ -157,10 +161,18 @@ RATIOS = Chart(
     _layout(
         340,
         hovermode="closest",
-        xaxis=_axis("ratio, logarithmic", type="log", dtick="D1", tickformat="~g"),
+        scattermode="group",
+        scattergap=0.4,
+        xaxis=_axis("ratio (logarithmic scale)", type="log", tickvals=_TICKS, ticktext=[f"{tick:g}×" for tick in _TICKS]),
         yaxis={"automargin": True, "autorange": "reversed", "type": "category"},
+        shapes=[{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": {"color": "#374151", "width": 1.5}}],
     ),
 )
+
+
+def _escaped(name: str) -> str:
+    """A name inside a hover template, where plotly reads tags and ``%{...}``."""
+    return name.replace("<", "&lt;").replace("%{", "% {")
 
 
 def _by_turn(turns: Sequence[TurnRecord]) -> dict[int, list[TurnRecord]]:
@@ -178,9 +190,7 @@ def _share(field: str) -> Callable[[Sequence[TurnRecord]], float]:
     return lambda records: round(sum(getattr(r, field) for r in records) / sum(r.prompt_tokens for r in records), 4)
 
 
-def _line(
-    arm: Arm, name: str, turns: Sequence[TurnRecord], value: Callable[[Sequence[TurnRecord]], float], dotted: bool = False, **fields: Any
-) -> Trace:
+def _line(arm: Arm, name: str, turns: Sequence[TurnRecord], value: Callable[[Sequence[TurnRecord]], float]) -> Trace:
     groups = _by_turn(turns)
     return {
         "type": "scatter",
@@ -189,10 +199,16 @@ def _line(
         "meta": arm.name,
         "x": [turn + 1 for turn in groups],
         "y": [value(records) for records in groups.values()],
-        "line": {"color": arm.color, "dash": "dot" if dotted else "solid", "width": 2},
+        "line": {"color": arm.color, "width": 2},
         "marker": {"size": 5},
-        **fields,
+        "legendgroup": arm.name,
     }
+
+
+def _dotted(arm: Arm, name: str, turns: Sequence[TurnRecord], value: Callable[[Sequence[TurnRecord]], float]) -> Trace:
+    """A second line of an arm, under the legend entry of its first."""
+    line = _line(arm, name, turns, value)
+    return line | {"line": {"color": arm.color, "width": 2, "dash": "dot"}, "showlegend": False}
 
 
 def _each(view: View, arms: Sequence[Arm], finished: bool = True) -> list[tuple[Arm, list[TurnRecord]]]:
@@ -206,18 +222,18 @@ def hits(view: View, arms: Sequence[Arm]) -> list[Trace]:
     for arm, turns in _each(view, arms, finished=False):
         traces.append(_line(arm, arm.name, turns, _share("cached_tokens")))
         if any(t.live_cached != t.cached_tokens for t in turns):
-            traces.append(_line(arm, f"{arm.name}, live part", turns, _share("live_cached"), dotted=True))
+            traces.append(_dotted(arm, f"{arm.name}, live part", turns, _share("live_cached")))
     return traces
 
 
 def tokens(view: View, arms: Sequence[Arm]) -> list[Trace]:
     traces = []
     for arm, turns in _each(view, arms):
-        traces.append(_line(arm, f"{arm.name}, live", turns, _mean("live")))
-        traces.append(_line(arm, f"{arm.name}, logical", turns, _mean("logical"), dotted=True))
+        traces.append(_line(arm, arm.name, turns, _mean("live")))
+        traces.append(_dotted(arm, f"{arm.name}, logical", turns, _mean("logical")))
         if view.single:
-            peak = _line(arm, f"{arm.name}, peak during the turn", turns, _mean("peak_live"), mode="markers")
-            traces.append(peak | {"marker": {"symbol": "triangle-up", "size": 9, "color": arm.color}})
+            peak = _dotted(arm, f"{arm.name}, peak during the turn", turns, _mean("peak_live"))
+            traces.append(peak | {"mode": "markers"} | {"marker": {"symbol": "triangle-up", "size": 9, "color": arm.color}})
     return traces
 
 
@@ -238,7 +254,7 @@ def peaks(view: View, arms: Sequence[Arm]) -> list[Trace]:
                 "x": logical,
                 "y": live,
                 "text": names,
-                "hovertemplate": "%{text}<br>logical %{x:,}, live %{y:,}<extra>" + arm.name.replace("<", "&lt;") + "</extra>",
+                "hovertemplate": "%{text}<br>logical %{x:,}, live %{y:,}<extra>" + _escaped(arm.name) + "</extra>",
                 "marker": {"color": arm.color, "size": 9, "opacity": 0.75},
             }
         )
@@ -258,22 +274,25 @@ def _measured(name: str) -> Measure:
 
 def latency(view: View, arms: Sequence[Arm]) -> list[Trace]:
     traces = []
-    for arm, turns in _each(view, arms):
+    present = _each(view, arms)
+    for arm, turns in present:
         columns = Turns(turns, sorted({t.trajectory for t in turns}))
-        for kind, scale, unit, axis in (("TTFT", 1, "s", ""), ("TPOT", 1000, "ms", "2")):
-            values = [_measured(f"{kind} {name}").value(columns) * scale for name, _ in _PERCENTILES]
-            if all(value == value for value in values):
+        for kind, scale, axis in (("TTFT", 1, ""), ("TPOT", 1000, "2")):
+            values = [_measured(f"{kind} {name}").value(columns) for name in _PERCENTILES]
+            if not any(math.isnan(value) for value in values):
                 traces.append(
                     {
                         "type": "bar",
                         "name": arm.name,
                         "meta": arm.name,
-                        "x": [label for _, label in _PERCENTILES],
-                        "y": [round(value, 4) for value in values],
-                        "texttemplate": "%{y:.3~s}" if unit == "s" else "%{y:.3~g}",
-                        "textposition": "outside",
+                        "x": list(_PERCENTILES),
+                        "y": [round(value * scale, 4) for value in values],
+                        "text": [seconds_text(value) for value in values],
+                        "textposition": "outside" if len(present) <= _LABELLED else "none",
+                        "textfont": {"size": 10},
+                        "textangle": 0,
                         "cliponaxis": False,
-                        "hovertemplate": f"%{{x}}: %{{y:.4~g}} {unit}<extra>{arm.name.replace('<', '&lt;')}</extra>",
+                        "hovertemplate": f"%{{x}}: %{{text}}<extra>{_escaped(arm.name)}</extra>",
                         "marker": {"color": arm.color},
                         "legendgroup": arm.name,
                         "showlegend": kind == "TTFT",
@@ -288,7 +307,7 @@ def evictions(view: View, arms: Sequence[Arm]) -> list[Trace]:
     traces = []
     for arm, turns in _each(view, arms):
         if any(t.pruned for t in turns):
-            traces.append(_line(arm, arm.name, turns, _mean("pruned"), legendgroup=arm.name))
+            traces.append(_line(arm, arm.name, turns, _mean("pruned")))
     for arm in arms:
         samples = arm.run.samples
         if samples and samples[-1].counters.prune_events > samples[0].counters.prune_events:
@@ -359,8 +378,10 @@ def ratios(found: Mapping[str, Mapping[str, Ratio | None]], arms: Sequence[Arm])
                 "x": [round(r.value, 4) for r in values],
                 "y": list(shown),
                 "text": [ratio_text(r) for r in values],
-                "hovertemplate": "%{y}: %{text}<extra>" + arm.name.replace("<", "&lt;") + "</extra>",
-                "marker": {"color": arm.color, "size": 11},
+                "hovertemplate": "%{y}: %{text}<extra>" + _escaped(arm.name) + "</extra>",
+                "marker": {"color": arm.color, "size": 10},
+                "orientation": "h",
+                "offsetgroup": arm.name,
                 "error_x": {
                     "type": "data",
                     "symmetric": False,

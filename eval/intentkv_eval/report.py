@@ -115,7 +115,8 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
         ConfigError: no run is called ``baseline_name``.
     """
     base = baseline(logs.runs, baseline_name)
-    arms = charts.arms_of(logs.runs, base)
+    runs = sorted(logs.runs, key=lambda run: run is not base)  # the baseline first
+    arms = charts.arms_of(runs, base)
     fixed = [charts.pool(arm, i) for i, arm in enumerate(arms) if arm.run.samples]
     fixed += [charts.decode(result, i) for i, result in enumerate(logs.decode)]
     fixed += [charts.prune(result, i) for i, result in enumerate(logs.prune)]
@@ -124,17 +125,17 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
         "template": plotly.io.templates["plotly_white"].to_plotly_json(),
         "arms": [{"name": arm.name, "color": arm.color} for arm in arms],
         "base": base.label if base else None,
-        "trajectories": _sources(logs.runs),
+        "trajectories": _sources(runs),
         "charts": [chart._asdict() for chart in [*by_view, *(chart for chart, _ in fixed)]],
         "fixed": {chart.id: traces for chart, traces in fixed},
-        "views": {key: _view(view, arms, base) for key, view in _views(logs.runs)} if base else {ALL: {}},
-        "run_rows": _run_rows(logs.runs),
+        "views": {key: _view(view, arms, base) for key, view in _views(runs)} if base else {ALL: {}},
+        "run_rows": _run_rows(runs),
         "turns": {"columns": ["arm", *_COLUMNS], "rows": [[arm.name, *_row(turn)] for arm in arms for turn in arm.run.turns]},
     }
     template = resources.files("intentkv_eval").joinpath("report_page.html").read_text(encoding="utf-8")
     # no text of the data can end its script element
     text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts = {"@FOOTER@": _footer(logs.runs), "@PLOTLY@": get_plotlyjs(), "@DATA@": text}
+    parts = {"@FOOTER@": _footer(runs), "@PLOTLY@": get_plotlyjs(), "@DATA@": text}
     for mark, part in parts.items():
         template = template.replace(mark, part)
     return template
