@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
+from typing import Literal
 
 from intentkv_eval.replay import SUMMARY_FILE, Summary
 from intentkv_eval.runs import load_run
@@ -41,7 +42,7 @@ def export(folder: Path, project: str) -> str:
     run = load_run(folder)
     summary = Summary.model_validate_json((folder / SUMMARY_FILE).read_text())
     config = summary.model_dump(mode="json", include={"provenance", "options", "seeds", "dataset"})
-    mode = None if any(os.environ.get(key) for key in _KEYS) else "offline"
+    mode: Literal["offline"] | None = None if any(os.environ.get(key) for key in _KEYS) else "offline"
     with wandb.init(project=project, name=summary.arm, config=config, dir=folder, mode=mode) as target:
         target.define_metric("turns/*", step_metric="turns/number")
         target.define_metric("pool/*", step_metric="pool/time_s")
