@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from intentkv_eval.server import free_port
-
-from .harness import PATIENCE_S, Chat, Client
+from .harness import PATIENCE_S, Chat, Client, generate_body
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -49,11 +48,12 @@ def test_names_are_found_in_queries() -> None:
 
 
 def traffic(served: Client, chat: Chat) -> None:
-    """A session that is pruned, and one prune that is declined: metrics with labels show once there is something to label."""
+    """A session that is pruned, one prune that is declined, and a stream: some metrics show once there is something to count."""
     for role, size in [("system", 20), ("user", 60), ("tool", 90), ("tool", 70)]:
         answer = served.generate(chat.say(role, size).ask(), 10, {"budget": 120, "hysteresis": 0}, session_id=chat.seed)
         chat.answered(answer.output_ids)
     served.generate(chat.say("user", 90).ask(), 2, {"budget": 1, "hysteresis": 0}, session_id=chat.seed)
+    assert served.post("/generate", generate_body(chat.ids, 10, stream=True)).is_success
     served.check_idle()
 
 
@@ -79,7 +79,9 @@ def prometheus(served: Client, tmp_path: Path) -> Iterator[httpx.Client]:
     config["rule_files"] = [str(DEPLOY / "prometheus" / "alerts.yml")]
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"{served.http.base_url.host}:{served.http.base_url.port}"]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    address = f"127.0.0.1:{free_port()}"
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
     flags = [f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data", f"--web.listen-address={address}"]
     with (tmp_path / "prometheus.log").open("w") as log:
         process = subprocess.Popen([binary, *flags], stdout=log, stderr=log)
