@@ -59,6 +59,8 @@ class Chart(NamedTuple):
     layout: Layout
     arm: str | None = None
     """The only arm it shows; None: all."""
+    by_turn: bool = False
+    """Its first x axis counts turns: few of them are all named, since plotly would put ticks between."""
 
 
 def arms_of(runs: Sequence[Run], base: Run | None) -> list[Arm]:
@@ -95,6 +97,7 @@ HITS = Chart(
     "Cached / all prompt tokens of that turn over the chosen trajectories; failed turns count with no hit. Dotted: the live part of it, "
     "whose KV is still resident.",
     _layout(xaxis=_TURN_AXIS, yaxis=_axis("share of prompt tokens", tickformat=".0%", range=[0, 1.02])),
+    by_turn=True,
 )
 TOKENS = Chart(
     "tokens",
@@ -102,6 +105,7 @@ TOKENS = Chart(
     "Mean over the finished turns. Dotted: logical tokens, what the client sees. Solid: live tokens, whose KV is resident and attended at "
     "the end of the turn. For one trajectory, triangles mark the most live tokens during a turn.",
     _layout(xaxis=_TURN_AXIS, yaxis=_axis("tokens of the request", **_ZERO)),
+    by_turn=True,
 )
 PEAKS = Chart(
     "peaks",
@@ -119,6 +123,7 @@ READS = Chart(
     "Positions whose KV attention reads: the live prefix once for each block of 128 new prompt tokens, and everything live once a "
     "generated token. Mean over the finished turns.",
     _layout(xaxis=_TURN_AXIS, yaxis=_axis("KV positions read a turn", **_ZERO)),
+    by_turn=True,
 )
 LATENCY = Chart(
     "latency",
@@ -145,6 +150,7 @@ EVICTIONS = Chart(
         xaxis2=_axis("seconds since the run began", domain=[0.56, 1], **_ZERO),
         yaxis2=_axis("seconds spent evicting, in all", anchor="x2", **_ZERO),
     ),
+    by_turn=True,
 )
 AGENT = Chart(
     "agent",

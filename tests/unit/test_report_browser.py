@@ -102,6 +102,8 @@ def test_source_and_trajectory_filter(page: Any) -> None:
     assert shown(page, "turns")[1] == "4"
     assert drawn(page, "tokens")["stock"] == [t.live for t in turns(1) if t.trajectory == "c2"]
     assert "stock, peak during the turn" in drawn(page, "tokens")
+    ticks = page.locator("#chart-tokens .xtick text").all_text_contents()
+    assert ticks == ["0", "1", "2", "3", "4"]  # each turn once
     page.select_option("#source", "")
     assert drawn(page, "tokens")["stock"] == everything
 
