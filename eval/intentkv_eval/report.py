@@ -120,11 +120,14 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
     fixed = [charts.pool(arm, i) for i, arm in enumerate(arms) if arm.run.samples]
     fixed += [charts.decode(result, i) for i, result in enumerate(logs.decode)]
     fixed += [charts.prune(result, i) for i, result in enumerate(logs.prune)]
-    by_view = [_named(charts.RATIOS, base), *(chart for chart, _ in charts.BY_VIEW)] if base else []
+    compared = base if sum(bool(run.turns) for run in runs) > 1 else None
+    by_view = [_named(charts.RATIOS, compared)] if compared else []
+    by_view += [chart for chart, _ in charts.BY_VIEW] if base else []
     data = {
         "template": plotly.io.templates["plotly_white"].to_plotly_json(),
         "arms": [{"name": arm.name, "color": arm.color} for arm in arms],
         "base": base.label if base else None,
+        "compared": compared is not None,
         "trajectories": _sources(runs),
         "charts": [chart._asdict() for chart in [*by_view, *(chart for chart, _ in fixed)]],
         "fixed": {chart.id: traces for chart, traces in fixed},

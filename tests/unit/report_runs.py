@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from intentkv_eval import bench_capacity
+from intentkv_eval import bench_capacity, bench_decode, bench_prune
 from intentkv_eval.bench_arms import Origin
 from intentkv_eval.bench_counters import PruneFigures
 from intentkv_eval.provenance import Provenance
@@ -129,4 +129,29 @@ def write_capacity(folder: Path) -> Path:
         cells=cells,
     )
     (folder / "bench_capacity.json").write_text(result.model_dump_json())
+    return folder
+
+
+def write_decode(folder: Path) -> Path:
+    """What the decode benchmark writes: one of its cells was not measured."""
+    folder.mkdir()
+    cells = [
+        bench_decode.Cell(arm="stock", batch=8, length=1000, step_s=0.01),
+        bench_decode.Cell(arm="stock", batch=8, length=2000, step_s=0.02),
+        bench_decode.Cell(arm="stock", batch=8, length=4000, skipped="too long"),
+    ]
+    options = bench_decode.Options(model="m", arms=["stock"], lengths=[1000], batches=[8])
+    (folder / "bench_decode.json").write_text(
+        bench_decode.Result(origin=Origin(device="d", seed=0), options=options, cells=cells).model_dump_json()
+    )
+    return folder
+
+
+def write_prune(folder: Path) -> Path:
+    """What the benchmark of one eviction writes."""
+    folder.mkdir()
+    cost = bench_prune.Cost(arm="a:1", length=1000, events=3, evicted_tokens=10, p50_s=0.004, max_s=0.01, share_of_turn=0.1, added_s=0.01)
+    options = bench_prune.Options(model="m", arms=["a:1"], lengths=[1000], added=64, tokens=8, repeats=3)
+    result = bench_prune.Result(origin=Origin(device="d", seed=0), options=options, costs=[cost])
+    (folder / "bench_prune.json").write_text(result.model_dump_json())
     return folder

@@ -15,7 +15,7 @@ from intentkv import cli
 from intentkv.config import ConfigError
 from intentkv_eval.report import write_report
 
-from .report_runs import HOSTILE, TURNS, turn, write_capacity, write_run, write_watch
+from .report_runs import HOSTILE, TURNS, turn, write_capacity, write_decode, write_prune, write_run, write_watch
 
 pytestmark = pytest.mark.unit
 
@@ -143,6 +143,9 @@ def test_folders_of_watch_and_benchmarks(tmp_path: Path) -> None:
     assert [arm["name"] for arm in data["arms"]] == ["stock, pool 30%", "served", "assistant:64, pool 30%"]
     assert data["base"] == "stock, pool 30%"
     assert cell(data, "evictions", "served") == "4"
+    benches = report(tmp_path, write_decode(tmp_path / "decode"), write_prune(tmp_path / "prune"))
+    assert (trace(benches, "decode0", "stock, batch 8")["x"], trace(benches, "decode0", "stock, batch 8")["y"]) == ([1000, 2000], [10, 20])
+    assert trace(benches, "prune0", "a:1")["y"] == [4]  # milliseconds
     only = report(tmp_path, tmp_path / "watch")
     assert only["base"] is None
     assert only["fixed"]["pool0"]

@@ -14,7 +14,7 @@ from intentkv_eval.report import write_report
 from intentkv_eval.turns import TurnRecord
 
 from ..browser import chromium_page
-from .report_runs import HOSTILE, TURNS, turn, write_run
+from .report_runs import HOSTILE, TURNS, turn, write_decode, write_prune, write_run, write_watch
 
 pytestmark = pytest.mark.unit
 
@@ -130,6 +130,17 @@ def test_downloads(page: Any, tmp_path: Path) -> None:
     assert {len(row) for row in table} == {5}
 
 
+def test_page_without_turns(tmp_path: Path) -> None:
+    """Catches a page that needs turns: a recorded server and benchmarks have none."""
+    write_report([write_watch(tmp_path / "w"), write_decode(tmp_path / "d"), write_prune(tmp_path / "p")], tmp_path / "report.html")
+    with chromium_page(offline=True) as page:
+        page.goto((tmp_path / "report.html").as_uri())
+        for chart in ("pool0", "decode0", "prune0"):
+            page.wait_for_selector(f"#chart-{chart} .plot .main-svg")
+        assert page.locator("#table-section").is_hidden()
+        assert page.locator("#runs").get_by_role("cell", name="evictions", exact=True).count() == 1
+
+
 def test_single_run(tmp_path: Path) -> None:
     """Catches a page that needs something to compare with."""
     write_report([write_run(tmp_path / "one", "a", TURNS)], tmp_path / "report.html")
@@ -137,4 +148,5 @@ def test_single_run(tmp_path: Path) -> None:
         page.goto((tmp_path / "report.html").as_uri())
         page.wait_for_selector("#chart-tokens .plot .main-svg")
         assert page.locator(".card").count() == 0
-        assert page.locator("#chart-ratios .empty").is_visible()
+        assert page.locator("#chart-ratios").count() == 0
+        assert "compared" not in page.locator("#about").inner_text()
