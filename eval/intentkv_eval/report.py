@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
@@ -139,9 +140,7 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
     # no text of the data can end its script element
     text = json.dumps(_finite(data), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"@FOOTER@": _footer(runs), "@PLOTLY@": get_plotlyjs(), "@DATA@": text}
-    for mark, part in parts.items():
-        template = template.replace(mark, part)
-    return template
+    return re.sub("|".join(parts), lambda mark: parts[mark[0]], template)
 
 
 def _finite(value: Any) -> Any:
@@ -170,16 +169,15 @@ def _sources(runs: Sequence[Run]) -> dict[str, list[str]]:
 def _views(runs: Sequence[Run]) -> Iterator[tuple[str, View]]:
     """All choices that the page offers; together they hold every turn three times."""
     yield ALL, View({run.label: run.turns for run in runs}, single=False)
-    for source, names in _sources(runs).items():
-        of_source = {run.label: [t for t in run.turns if t.source == source] for run in runs}
-        yield f"source:{source}", View(of_source, single=False)
-        by_name: dict[str, dict[str, list[TurnRecord]]] = {name: {run.label: [] for run in runs} for name in names}
-        if names:
-            for label, turns in of_source.items():
-                for turn in turns:
-                    by_name[turn.trajectory][label].append(turn)
-        for name, turns_of_arms in by_name.items():
-            yield f"trajectory:{name}", View(turns_of_arms, single=True)
+    sources = _sources(runs)
+    for source in sources:
+        yield f"source:{source}", View({run.label: [t for t in run.turns if t.source == source] for run in runs}, single=False)
+    by_name: dict[str, dict[str, list[TurnRecord]]] = {name: {} for names in sources.values() for name in names}
+    for run in runs if by_name else []:
+        for turn in run.turns:
+            by_name[turn.trajectory].setdefault(run.label, []).append(turn)
+    for name, turns in by_name.items():
+        yield f"trajectory:{name}", View(turns, single=True)
 
 
 def _view(view: View, arms: Sequence[Arm], base: Run) -> dict[str, Any]:

@@ -96,6 +96,23 @@ def test_views_split_the_turns(tmp_path: Path) -> None:
     assert trace(data, "tokens", "a, peak during the turn", "trajectory:x")["y"] == [120, 100]
 
 
+def test_too_many_trajectories_have_no_view_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a page too large to open, and one that then offers trajectories it has no view of."""
+    monkeypatch.setattr("intentkv_eval.report._MOST_TRAJECTORIES", 1)
+    data = report(tmp_path, write_run(tmp_path / "one", "a", TURNS))
+    assert data["trajectories"] == {"made": []}
+    assert data["views"].keys() == {"all", "source:made"}
+
+
+def test_names_are_no_places_of_the_page(tmp_path: Path) -> None:
+    """Catches a run whose name pulls the data, or plotly, into the page once more."""
+    out = tmp_path / "report.html"
+    write_report([write_run(tmp_path / "one", "@DATA@ @PLOTLY@ {base}", TURNS)], out)
+    page = out.read_text(encoding="utf-8")
+    assert page_data(page)["arms"][0]["name"] == "@DATA@ @PLOTLY@ {base}"
+    assert "<footer>@DATA@ @PLOTLY@ {base}: 2026" in page
+
+
 def test_ratios_are_over_turns_both_finished(tmp_path: Path) -> None:
     """Catches the wrong way round, and an arm that looks cheap because it failed."""
     half = [t.model_copy(update={"kv_reads": 50}) for t in TURNS]  # the last one failed: its reads do not count on either side
