@@ -148,12 +148,18 @@ def replay(
     flush: Annotated[bool, typer.Option("--flush/--no-flush", help="Empty the server's prefix cache first.")] = True,
     template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a turn may take.")] = 600,
+    sample: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples of the server's pool.")] = 1,
+    wandb: Annotated[bool, typer.Option("--wandb", help="Send the run to Weights & Biases, too; offline without a key.")] = False,
+    wandb_project: Annotated[str, typer.Option(help="Project of that run.")] = "intentkv",
 ) -> int:
     """Replay recorded agents against a running server, closed loop, and measure hits, live tokens and latency.
 
     The next turn's prompt is the server's own output and the recorded tool result, so prefix hits are real.
     Exit status 1 when a turn failed; failed turns are recorded and counted.
     """
+    if wandb:
+        with _room("intentkv_eval.wandb_export", "run: pip install 'intentkv[wandb]'") as export:
+            export.check()  # before the replay and not after it
     with _room("intentkv_eval.replay", _EVAL) as room:
         status: int = room.run(
             room.ReplayOptions(
@@ -170,20 +176,41 @@ def replay(
                 request=room.request_options(method=method, budget=budget, budget_ratio=budget_ratio, hysteresis=hysteresis),
                 template=template,
                 timeout_s=timeout,
+                sample_s=sample,
             )
         )
+    if wandb:
+        typer.echo(f"Sent to Weights & Biases: {export.export(out, wandb_project)}")
     return status
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay` wrote.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay`, `watch` or a benchmark wrote.")],
     out: Annotated[Path, typer.Option(help="HTML file to write; works offline.")] = Path("report.html"),
+    compare: Annotated[bool, typer.Option("--compare", help="Print the ratios as a table, too.")] = False,
+    baseline: Annotated[str | None, typer.Option(help="Run the others are compared with; default: stock, else the first.")] = None,
 ) -> None:
-    """Draw runs side by side: prefix-hit rate, live and logical tokens over turns, one summary row each."""
+    """Draw runs side by side: what was saved, what it cost, over turns and time, with ratios and intervals."""
     with _room("intentkv_eval.report", _EVAL) as room:
-        room.write_report(runs, out)
+        if compare:
+            room.print_comparison(runs, baseline)
+        room.write_report(runs, out, baseline)
     typer.echo(f"Report written to {out}.")
+
+
+@app.command()
+def watch(
+    out: Annotated[Path, typer.Option(help="Folder for pool.jsonl and watch.json; `intentkv report` draws it.")],
+    url: Annotated[str, typer.Option(help="The running server.")] = "http://127.0.0.1:30000",
+    arm: Annotated[str | None, typer.Option(help="Name in reports; default: the server's method and budget.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two samples.")] = 5,
+    seconds: Annotated[float | None, typer.Option(min=0, help="Stop after this long; default: at Ctrl-C.")] = None,
+) -> None:
+    """Record a running server's KV pool and counters over time, for the report."""
+    with _room("intentkv_eval.samples", _EVAL) as room:
+        room.watch(url, out, arm, every, seconds)
+    typer.echo(f"Recording written to {out}.")
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from intentkv.config import ConfigError
 from intentkv_eval import bench_arms
 from intentkv_eval.bench_arms import Arm, Command, Endpoint, Kind, Origin, Servers, connection, parse_arm
-from intentkv_eval.bench_counters import PruneCounters, read_counters
+from intentkv_eval.bench_counters import PruneCounters, PruneFigures, read_counters
 from intentkv_eval.bench_prompts import Dialogue, Frames, Session, joined_sessions, open_frames, recorded_sessions
 from intentkv_eval.client import RequestFailed, ServerClient, generate_body
 from intentkv_eval.trajectories import load_dataset
@@ -81,18 +81,6 @@ class Turn(TurnRecord):
     """The session's task is done with it."""
     pool_share: float = 0.0
     round: int = 0
-
-
-class PruneFigures(BaseModel):
-    """Evictions within the window, by the plugin's own counters."""
-
-    events: int
-    tokens: int
-    mean_s: float | None
-    p50_s: float | None
-    p99_s: float | None
-    """Interpolated in the buckets of the histogram."""
-    declined: dict[str, int]
 
 
 class Cell(BaseModel):
@@ -349,16 +337,7 @@ def make_cell(arm: str, pool: Pool, round_number: int, window: Window, turns: Se
         peak_live_tokens=figures.peak_live_max,
         peak_logical_tokens=figures.peak_logical_max,
         mean_logical_tokens=statistics.fmean(turn.logical for turn in ok) if ok else 0.0,
-        prune=None
-        if prune is None
-        else PruneFigures(
-            events=prune.events,
-            tokens=prune.tokens,
-            mean_s=prune.mean_s,
-            p50_s=prune.quantile_s(0.5),
-            p99_s=prune.quantile_s(0.99),
-            declined=prune.declined,
-        ),
+        prune=None if prune is None else PruneFigures.of(prune),
         server_errors=server_errors,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import inf
+from typing import Any
 
 import httpx
 from pydantic import BaseModel
@@ -41,6 +42,30 @@ class PruneCounters(BaseModel):
         return bucket_quantile(self.buckets, q)
 
 
+class PruneFigures(BaseModel):
+    """What evictions cost in a stretch of time, by the plugin's own counters."""
+
+    events: int
+    tokens: int
+    mean_s: float | None
+    p50_s: float | None
+    p99_s: float | None
+    """Interpolated in the buckets of the histogram."""
+    declined: dict[str, int]
+
+    @classmethod
+    def of(cls, counters: PruneCounters) -> PruneFigures:
+        """Figures of ``counters``, usually a difference of two readings."""
+        return cls(
+            events=counters.events,
+            tokens=counters.tokens,
+            mean_s=counters.mean_s,
+            p50_s=counters.quantile_s(0.5),
+            p99_s=counters.quantile_s(0.99),
+            declined=counters.declined,
+        )
+
+
 def bucket_quantile(buckets: Mapping[float, float], q: float) -> float | None:
     """Quantile of a cumulative histogram, linear within a bucket as PromQL's ``histogram_quantile``.
 
@@ -73,12 +98,17 @@ async def read_counters(http: httpx.AsyncClient) -> PruneCounters | None:
         metrics = await http.get("/metrics", follow_redirects=True)
     except (httpx.HTTPError, KeyError, ValueError) as error:
         raise RequestFailed(f"the server's counters cannot be read: {error!r}") from error
+    return parse_counters(counters, metrics.text if metrics.is_success else None)
+
+
+def parse_counters(counters: Mapping[str, Any], exposition: str | None) -> PruneCounters:
+    """Counters from those of ``/intentkv/status`` and the text of ``/metrics``, None without ``--enable-metrics``."""
     return PruneCounters(
         events=counters["prune_events"],
         tokens=counters["pruned_tokens"],
         seconds=counters["prune_seconds"],
         declined=counters["declined"],
-        buckets=histogram(metrics.text, PRUNE_SECONDS.name) if metrics.is_success else {},
+        buckets={} if exposition is None else histogram(exposition, PRUNE_SECONDS.name),
     )
 
 

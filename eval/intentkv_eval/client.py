@@ -112,6 +112,15 @@ class ServerClient:
         """``/intentkv/status``, or None from a server without the plugin."""
         return await self._get("/intentkv/status")
 
+    async def metrics(self) -> str | None:
+        """Text of ``/metrics``, or None from a server without ``--enable-metrics``.
+
+        Raises:
+            RequestFailed: the server does not answer.
+        """
+        response = await self._send("GET", "/metrics", missing_ok=True)
+        return None if response.is_error else response.text
+
     async def server_info(self) -> dict[str, Any]:
         """``/server_info``; empty where the server has none."""
         return await self._get("/server_info") or {}

@@ -18,9 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
+from intentkv_eval.bench_counters import PruneCounters, PruneFigures, parse_counters
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body
 from intentkv_eval.conversation import Conversation, choose_template, encode
+from intentkv_eval.overhead import CallCounts, count_calls
 from intentkv_eval.provenance import Provenance, collect
+from intentkv_eval.samples import sampling
 from intentkv_eval.trajectories import Dataset, Trajectory, load_dataset
 from intentkv_eval.turns import SKIPPED, Aggregates, TurnRecord, aggregate, finished
 
@@ -46,6 +49,8 @@ class ReplayOptions(BaseModel):
     request: RequestOptions = RequestOptions()
     template: str | None = None
     timeout_s: float = 600
+    sample_s: float = Field(default=1.0, gt=0)
+    """Seconds between two samples of the server's pool."""
 
 
 def request_options(**options: object) -> RequestOptions:
@@ -77,6 +82,11 @@ class Summary(BaseModel):
     seeds: dict[str, int | None]
     dataset: DatasetInfo
     aggregates: Aggregates
+    prune: PruneFigures | None = None
+    """What evictions cost during the run; None on a stock server."""
+
+
+_NO_CALLS = CallCounts(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,8 @@ class Turn:
     completion_tokens: int
     prompt_tokens: int
     """Of the planned prompt; the real one is shorter where an output wrote its own end marker."""
+    calls: CallCounts = _NO_CALLS
+    """Recorded tool calls of the turn."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,8 @@ def plan_turns(trajectory: Trajectory, conversation: Conversation, max_context: 
     turns: list[Turn] = []
     added: list[int] = []
     length = 0
+    # a template may put a system message in front, so the two lists are aligned by their assistant messages
+    counts = iter(count_calls(message for message in trajectory.messages if message.role == "assistant"))
     for message in conversation.messages:
         if message.role != "assistant":
             added += message.ids
@@ -118,7 +132,7 @@ def plan_turns(trajectory: Trajectory, conversation: Conversation, max_context: 
         completion = min(max_tokens, conversation.completion_tokens(message))
         if prompt + completion > max_context:
             return Plan(trajectory, conversation, turns, shortened=True)
-        turns.append(Turn(added, completion, prompt))
+        turns.append(Turn(added, completion, prompt, next(counts)))
         added = []
         length = prompt + completion + len(conversation.message_end)
     return Plan(trajectory, conversation, turns, shortened=False)
@@ -155,6 +169,9 @@ async def replay_trajectory(
             arm=arm,
             status=SKIPPED,
             prompt_tokens=turn.prompt_tokens,
+            tool_calls=turn.calls.calls,
+            duplicate_calls=turn.calls.duplicates,
+            near_duplicate_calls=turn.calls.near_duplicates,
         )
         if failed:
             done(record)
@@ -194,7 +211,7 @@ async def replay_plans(
 
 
 async def replay(options: ReplayOptions) -> Summary:
-    """Replay ``options.files`` against ``options.url`` and write ``turns.jsonl`` and ``summary.json`` to ``options.out``.
+    """Replay ``options.files`` against ``options.url``; write ``turns.jsonl``, ``pool.jsonl`` and ``summary.json`` to ``options.out``.
 
     Raises:
         ConfigError: unreadable input, an output folder that holds a run already, or no server.
@@ -218,10 +235,13 @@ async def _replay_dataset(client: ServerClient, dataset: Dataset, options: Repla
         await client.flush_cache()
     arm = options.arm or _arm_name(provenance, options.request)
     options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / TURNS_FILE).open("w") as turns_file:
-        start = time.perf_counter()
-        records = await replay_plans(client, plans, arm, options, turns_file)
-        wall_s = time.perf_counter() - start
+    before = await _prune_counters(client)
+    async with sampling(client, options.out, options.sample_s):
+        with (options.out / TURNS_FILE).open("w") as turns_file:
+            start = time.perf_counter()
+            records = await replay_plans(client, plans, arm, options, turns_file)
+            wall_s = time.perf_counter() - start
+    after = await _prune_counters(client)
     summary = Summary(
         arm=arm,
         provenance=provenance,
@@ -236,9 +256,19 @@ async def _replay_dataset(client: ServerClient, dataset: Dataset, options: Repla
             without_turns=[plan.trajectory.id for plan in plans if not plan.turns],
         ),
         aggregates=aggregate(records, wall_s),
+        prune=None if before is None or after is None else PruneFigures.of(after.since(before)),
     )
     (options.out / SUMMARY_FILE).write_text(summary.model_dump_json(indent=2) + "\n")
     return summary
+
+
+async def _prune_counters(client: ServerClient) -> PruneCounters | None:
+    """The server's counters; None from a stock one, or when it is gone, since what was measured is worth more than its counters."""
+    try:
+        status = await client.status()
+        return None if status is None else parse_counters(status["counters"], await client.metrics())
+    except RequestFailed:
+        return None
 
 
 def _arm_name(provenance: Provenance, request: RequestOptions) -> str:

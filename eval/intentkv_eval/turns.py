@@ -44,10 +44,22 @@ class TurnRecord(BaseModel):
     ttft_s: float | None = None
     latency_s: float | None = None
     kv_reads: int = 0
+    tool_calls: int | None = None
+    """Recorded calls of the turn; None where that is not known."""
+    duplicate_calls: int | None = None
+    near_duplicate_calls: int | None = None
+    """Repeats of an earlier call of the trajectory, exact and by cosine (:mod:`intentkv_eval.overhead`)."""
 
     @property
     def ok(self) -> bool:
         return self.status == OK
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last token - first token) / (generated - 1); None for a turn that generated fewer than two tokens."""
+        if self.ttft_s is None or self.latency_s is None or self.generated < 2:
+            return None
+        return (self.latency_s - self.ttft_s) / (self.generated - 1)
 
 
 class Percentiles(BaseModel):
@@ -155,7 +167,7 @@ def aggregate(records: Sequence[TurnRecord], wall_s: float) -> Aggregates:
         wall_s=wall_s,
         generated_tokens_per_s=generated / wall_s if wall_s else 0.0,
         ttft_s=_percentiles(r.ttft_s for r in ok),
-        tpot_s=_percentiles(_tpot(r) for r in ok),
+        tpot_s=_percentiles(r.tpot_s for r in ok),
     )
 
 
@@ -164,12 +176,6 @@ def _peaks(records: Sequence[TurnRecord], field: str) -> list[int]:
     for record in records:
         peaks[record.trajectory] = max(peaks.get(record.trajectory, 0), getattr(record, field))
     return list(peaks.values())
-
-
-def _tpot(record: TurnRecord) -> float | None:
-    if record.ttft_s is None or record.latency_s is None or record.generated < 2:
-        return None
-    return (record.latency_s - record.ttft_s) / (record.generated - 1)
 
 
 def _percentiles(values: Iterable[float | None]) -> Percentiles | None:

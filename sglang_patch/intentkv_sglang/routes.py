@@ -1,4 +1,4 @@
-"""The HTTP side, in the main process: validation of per-request options and the control route.
+"""The HTTP side, in the main process: validation of per-request options and the control routes.
 
 Control routes are ordinary routes of the server's own application, so its API-key rules hold for them.
 """
@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from intentkv.config import ConfigError, parse_request_options
+from intentkv_sglang import dashboard
 from intentkv_sglang.compat import BACKEND_NAME
 from intentkv_sglang.status import STATUS_COMMAND
 
@@ -33,10 +34,10 @@ def validate_request(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: Any) -> None:
-    """Add ``GET /intentkv/status`` to SGLang's application when the plugin is selected."""
+    """Add ``GET /intentkv/status`` and ``/intentkv/dashboard`` to SGLang's application when the plugin is selected."""
     if server_args.radix_cache_backend != BACKEND_NAME:
         return
-    from fastapi import HTTPException
+    from fastapi import HTTPException, Response
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.managers.io_struct import DumperControlReqInput
 
@@ -49,3 +50,18 @@ def add_routes(server_args: Any, tokenizer_manager: Any, *args: Any, **kwargs: A
             raise HTTPException(500, replies[0].error)
         answer: dict[str, Any] = replies[0].response[0]
         return answer
+
+    # Not async: the first call reads some MB, which is not for the event loop.
+    @app.get("/intentkv/dashboard")  # type: ignore[untyped-decorator]
+    def intentkv_dashboard() -> Response:
+        """A page that draws the status and refreshes itself."""
+        try:
+            dashboard.plotly_js()
+        except ModuleNotFoundError:
+            return Response(dashboard.PLOTLY_MISSING, 503, media_type="text/plain")
+        return Response(dashboard.page(), media_type="text/html")
+
+    @app.get("/intentkv/plotly.js")  # type: ignore[untyped-decorator]
+    def intentkv_plotly() -> Response:
+        """What the page draws with."""
+        return Response(dashboard.plotly_js(), media_type="text/javascript", headers={"Cache-Control": "private, max-age=86400"})

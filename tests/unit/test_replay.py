@@ -19,7 +19,8 @@ from intentkv_eval import client as client_module
 from intentkv_eval import replay as replay_module
 from intentkv_eval.client import ServerClient, connect
 from intentkv_eval.replay import ReplayOptions, Summary, make_plans, replay_plans, request_options, run
-from intentkv_eval.trajectories import Dataset, Message, Trajectory
+from intentkv_eval.samples import Sample
+from intentkv_eval.trajectories import Dataset, Message, ToolCall, Trajectory
 from intentkv_eval.turns import TurnRecord, aggregate, kv_reads
 
 pytestmark = pytest.mark.unit
@@ -67,8 +68,18 @@ class FakeServer:
         if path == "/server_info":
             return httpx.Response(200, json={"version": "0.5.17", "random_seed": 7, "api_key": "secret", "model_path": "m"})
         if path == "/intentkv/status" and self.plugin:
-            return httpx.Response(200, json={"versions": {"intentkv": "x"}, "method": "assistant", "budget": 64})
+            return httpx.Response(200, json=self.status())
+        if path == "/metrics" and self.plugin:
+            return httpx.Response(200, text=EXPOSITION.format(done=len(self.bodies)))
         return httpx.Response(404 if path != "/model_info" else 200, json={})
+
+    def status(self) -> dict[str, Any]:
+        """Ten milliseconds of eviction for every request so far, after 1.5 s for 6 of another run."""
+        done = len(self.bodies)
+        counters = {"prune_events": 6 + done, "pruned_tokens": 30 * done, "prune_seconds": 1.5 + 0.01 * done, "declined": {"busy": done}}
+        counters |= {"prompt_tokens": 0, "cached_tokens": 0, "live_cached_tokens": 0, "freed_slots": 0}
+        pool = {"total": 100, "available": 100 - done, "evictable": done, "protected": 0, "private": 0, "dead": 2 * done}
+        return {"versions": {"intentkv": "x"}, "method": "assistant", "budget": 64, "pool": pool, "counters": counters}
 
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         prompt, n = body["input_ids"], body["sampling_params"]["max_new_tokens"]
@@ -89,6 +100,11 @@ class FakeServer:
         yield b"data: [DONE]\n\n"
 
 
+EXPOSITION = """# TYPE intentkv_prune_seconds histogram
+intentkv_prune_seconds_bucket{{le="0.02"}} {done}
+intentkv_prune_seconds_bucket{{le="+Inf"}} {done}
+intentkv_prune_seconds_count {done}
+"""
 FIGURES = {
     "logical_tokens": 90,
     "live_tokens": 60,
@@ -338,6 +354,31 @@ def test_summary_says_where_the_numbers_come_from(tmp_path: Path, monkeypatch: p
     assert len(summary.dataset.broken_lines) == 1
     assert summary.aggregates.turns == 3
     assert server.flushed == 1
+
+
+def test_cost_of_evictions_and_the_pool_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches counters since the server's start, a first or last sample that is missing, and a stock server that gets a pool."""
+    _, out = command(tmp_path, FakeServer(plugin=True), monkeypatch)
+    prune = Summary.model_validate_json((out / "summary.json").read_text()).prune
+    assert prune is not None
+    assert (prune.events, prune.tokens, prune.declined) == (3, 90, {"busy": 3})
+    assert (prune.mean_s, prune.p50_s) == pytest.approx((0.01, 0.01))
+    samples = [Sample.model_validate_json(line) for line in (out / "pool.jsonl").read_text().splitlines()]
+    assert [sample.pool.evictable for sample in (samples[0], samples[-1])] == [0, 3]
+    assert samples[0].time_s <= samples[-1].time_s
+    stock = tmp_path / "stock"
+    stock.mkdir()
+    _, out = command(stock, FakeServer(), monkeypatch)
+    assert Summary.model_validate_json((out / "summary.json").read_text()).prune is None
+    assert not (out / "pool.jsonl").exists()
+
+
+def test_tool_calls_are_the_turns_own() -> None:
+    """Catches calls counted one turn late, or those of a message that is no turn."""
+    call = {"name": "f", "arguments": {"x": 1}}
+    messages = [m.model_copy(update={"tool_calls": (ToolCall(**call),)}) if m.content in ("abc", "de") else m for m in AGENT.messages]
+    records = play(FakeServer(), AGENT.model_copy(update={"messages": tuple(messages)}))
+    assert [(r.tool_calls, r.duplicate_calls) for r in records] == [(1, 0), (1, 1), (0, 0)]
 
 
 def test_run_is_not_overwritten_and_failure_is_the_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

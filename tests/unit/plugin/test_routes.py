@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
+from intentkv_sglang import dashboard
 from intentkv_sglang.routes import add_routes, validate_request
 
 pytestmark = pytest.mark.unit
@@ -124,3 +126,20 @@ def test_status_route(application):
     with pytest.raises(HTTPException) as caught:
         asyncio.run(route.endpoint(session=None))
     assert caught.value.status_code == 500
+
+
+def test_dashboard_routes(application, monkeypatch):
+    """The page asks for no address but its own server's; without plotly one sentence says what to install."""
+    add_routes(SimpleNamespace(radix_cache_backend="intentkv"), Manager(None))
+    found = {r.path: r for r in application.router.routes if getattr(r, "path", "").startswith("/intentkv/")}
+    page = found["/intentkv/dashboard"].endpoint()
+    assert (page.status_code, page.media_type) == (200, "text/html")
+    assert b"://" not in page.body
+    script = found["/intentkv/plotly.js"].endpoint()
+    assert b"plotly.js v" in script.body[:300]
+    dashboard.plotly_js.cache_clear()
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    missing = found["/intentkv/dashboard"].endpoint()
+    assert missing.status_code == 503
+    assert b"pip install plotly" in missing.body
+    assert b"\n" not in missing.body
