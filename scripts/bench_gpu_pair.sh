@@ -15,7 +15,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 POOL="${POOL:-321000}" CELLS="${CELLS:-long:16 recorded:16}" STEPS="${STEPS:-1}" WINDOW="${WINDOW:-50}" OUT="${OUT:-out/bench-gpu}"
 mkdir -p "$OUT"
 pids=()
-trap 'for pid in "${pids[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done' EXIT
+stop() {
+  local pid
+  for pid in "${pids[@]}"; do kill -TERM "$pid" 2>/dev/null || true; done
+}
+trap stop EXIT
 
 # serve GPU NAME PORT flags...
 serve() {

@@ -8,6 +8,11 @@ import pytest
 import torch
 import triton
 
+from intentkv_sglang.vision import ensure_torchvision_imports
+
+# before a test module imports SGLang
+ensure_torchvision_imports()
+
 
 def _reason() -> str | None:
     if not torch.cuda.is_available():
