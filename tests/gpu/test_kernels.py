@@ -1,14 +1,14 @@
 """The project's kernels compiled and run on a real GPU, at sizes that an interpreter does not reach. Oracles: Python lists, and the torch
-reference in float32 on the CPU."""
+reference in float32 on the CPU.
+
+The kernels are imported by the tests: where these are only collected, others want them interpreted.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from intentkv.kernels.attention_scores import paged_key_scores
-from intentkv.kernels.compact_triton import compact_rows_triton
-from intentkv.kernels.paged_keys import PagedKeys
 from intentkv.scoring import key_scores
 
 
@@ -18,6 +18,8 @@ def test_compaction_of_long_rows() -> None:
     Catches: arguments read flat (seen: illegal accesses with several pruned lanes), the width taken for the stride, entries lost at block
     borders.
     """
+    from intentkv.kernels.compact_triton import compact_rows_triton
+
     rows, context = 10, 65536
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(1, 1 << 20, (rows, context + 64), generator=generator, dtype=torch.int32)
@@ -45,6 +47,9 @@ def test_scores(key_type: torch.dtype, n_queries: int, reduction: str, causal: b
 
     Catches: a head that reads another group's keys, wrong strides or types on a tensor core, splits combined without rescaling.
     """
+    from intentkv.kernels.attention_scores import paged_key_scores
+    from intentkv.kernels.paged_keys import PagedKeys
+
     layers, q_heads, kv_heads, dim, pool, n_keys = 3, 8, 2, 128, 12000, 9000
     generator = torch.Generator().manual_seed(0)
     # What the kernel multiplies with: half precision as it is, fp8 keys as float16.
