@@ -88,7 +88,21 @@ def paged_key_scores(
     key_positions: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Scores of the keys in ``slots``, summed over layers and query heads.
+    """Scores of the keys in ``slots``, summed over layers and query heads: [n] float32. See :func:`paged_layer_scores`."""
+    return paged_layer_scores(queries, keys, slots, scaling, reduction, query_positions, key_positions, tiles).sum(0)
+
+
+def paged_layer_scores(
+    queries: torch.Tensor,
+    keys: PagedKeys,
+    slots: torch.Tensor,
+    scaling: float,
+    reduction: Reduction,
+    query_positions: torch.Tensor | None = None,
+    key_positions: torch.Tensor | None = None,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Scores of the keys in ``slots`` in each layer, summed over query heads.
 
     Args:
         queries: [L, n_q, H_q, D] post-RoPE.
@@ -100,7 +114,7 @@ def paged_key_scores(
         tiles: instead of :func:`choose_tiles`'s.
 
     Returns:
-        [n] float32.
+        [L, n] float32.
 
     Raises:
         ValueError: another reduction, a head dim that is not a power of two, or a dtype without kernel.
@@ -114,7 +128,7 @@ def paged_key_scores(
     layers, n_queries, q_heads, dim = queries.shape
     n_keys, device = slots.shape[0], slots.device
     if n_queries == 0 or n_keys == 0:
-        return torch.zeros(n_keys, dtype=torch.float32, device=device)
+        return torch.zeros(layers, n_keys, dtype=torch.float32, device=device)
     tiles = tiles or choose_tiles(n_queries, q_heads, keys, n_keys)
     causal = query_positions is not None and key_positions is not None
     # pointers that are not read when there is no mask
@@ -145,7 +159,7 @@ def paged_key_scores(
         _read_once(work, tiles)
     else:
         _read_twice(work, tiles)
-    return work.partial.sum(0)
+    return work.partial
 
 
 @dataclass(frozen=True)
