@@ -10,10 +10,11 @@ from pydantic import BaseModel, ConfigDict
 from tqdm import tqdm
 
 from intentkv.config import ConfigError
+from intentkv.conversation import Conversation
 from intentkv.spans import Span
+from intentkv.trajectories import Trajectory
 from intentkv_eval.client import ServerClient
-from intentkv_eval.conversation import Conversation, choose_template, encode
-from intentkv_eval.trajectories import Trajectory
+from intentkv_eval.conversation import choose_template, encode
 
 
 class Settings(BaseModel):
