@@ -41,6 +41,10 @@ class KeyReader(Protocol):
         """
         ...
 
+    def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
+        """Keys of ``positions`` ([n] int64, live), averaged over scored layers and KV heads: [n, D] float32."""
+        ...
+
 
 @dataclass(frozen=True)
 class CaptureRequest:

@@ -107,3 +107,13 @@ class LayerwiseKeys(ABC):
             keys = self.keys(layer, positions)
             total += key_scores(queries[index], keys, self.scaling, reduction, query_positions, key_positions)
         return total
+
+    def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.mean_keys`."""
+        total: torch.Tensor | None = None
+        for layer in self.layers:
+            mean = self.keys(layer, positions).mean(1)
+            total = mean if total is None else total.add_(mean)
+        if total is None:
+            raise ValueError("there are no layers to average")
+        return total / len(self.layers)

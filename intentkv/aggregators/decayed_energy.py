@@ -15,6 +15,33 @@ from intentkv.spans import Prompt
 _MEMORY = "assistant_energy"
 
 
+def turn_energy(captured: Captured, keys: KeyReader, live: torch.Tensor) -> torch.Tensor | None:
+    """Energy of one assistant turn's queries, [end of the turn] float32, 0 at dead positions; None when it is no such turn."""
+    if captured.span.role != "assistant" or captured.positions.numel() == 0:
+        return None
+    end = captured.span.end
+    energy = torch.zeros(end, dtype=torch.float32, device=live.device)
+    visible = live[live < end]
+    energy[visible] = keys.scores(captured.queries, visible, "energy", captured.positions)
+    return energy
+
+
+def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
+    """Energy of ``history`` ([n] int64) under the observation window: [n] float32, 0 without one."""
+    at = torch.searchsorted(keys.live, history)
+    total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+    for window in (c for c in captured if c.span.role != "assistant"):
+        total = total + keys.scores(window.queries, keys.live, "energy", window.positions)[at]
+    return total
+
+
+def remembered(memory: torch.Tensor | None, history: torch.Tensor) -> torch.Tensor:
+    """Values of a per-position ``memory`` at ``history`` ([n] int64): [n] float32, 0 behind its end."""
+    if memory is None or not memory.numel():
+        return torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+    return torch.where(history >= memory.shape[0], 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
+
+
 @dataclass(frozen=True)
 class DecayedEnergy:
     """s <- e^-lambda s + sum over heads of mean_i alpha_ij^2, once per assistant turn.
@@ -29,16 +56,18 @@ class DecayedEnergy:
     decay: float
 
     def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
-        if captured.span.role != "assistant" or captured.positions.numel() == 0:
-            return
-        end = captured.span.end
-        memory = torch.zeros(end, dtype=torch.float32, device=live.device)
+        energy = turn_energy(captured, keys, live)
+        if energy is not None:
+            self.fold(state, energy)
+
+    def fold(self, state: SessionState, energy: torch.Tensor) -> None:
+        """Add one turn's ``energy`` ([end of the turn] float32) to the session's memory."""
+        end = energy.shape[0]
         past = state.memory.get(_MEMORY)
+        memory = energy.clone()
         if past is not None:
             n = min(end, past.shape[0])
-            memory[:n] = math.exp(-self.decay) * past[:n]
-        visible = live[live < end]
-        memory[visible] += keys.scores(captured.queries, visible, "energy", captured.positions)
+            memory[:n] += math.exp(-self.decay) * past[:n]
         state.memory[_MEMORY] = memory
         state.scored_length = end
 
@@ -46,14 +75,12 @@ class DecayedEnergy:
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
         unseen = history >= state.scored_length
-        scores = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
-        memory = state.memory.get(_MEMORY)
-        if memory is not None and memory.numel():
-            scores = torch.where(unseen, 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
         # On a GPU the window is scored in any case: asking whether somebody needs it would wait for the device.
-        if history.is_cuda or bool(unseen.any()):
-            at = torch.searchsorted(keys.live, history)
-            for window in (c for c in captured if c.span.role != "assistant"):
-                energy = keys.scores(window.queries, keys.live, "energy", window.positions)
-                scores = scores + torch.where(unseen, energy[at], 0.0)
-        return scores
+        window = window_energy(history, captured, keys) if history.is_cuda or bool(unseen.any()) else None
+        return self.combined(state, history, window)
+
+    def combined(self, state: SessionState, history: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+        """Memory where an assistant turn has seen the position, else ``window`` ([n] float32)."""
+        unseen = history >= state.scored_length
+        scores = torch.where(unseen, 0.0, remembered(state.memory.get(_MEMORY), history))
+        return scores if window is None else scores + torch.where(unseen, window, 0.0)
