@@ -185,6 +185,10 @@ def load_config(path: Path | None = None, **overrides: Any) -> Config:
     problem = method_problem(config.method, config)
     if problem is not None:
         raise ConfigError(problem)
+    if config.head is not None:  # requests may name its method, so it must be sound whatever the server's own method is
+        from intentkv.head import load_head
+
+        load_head(config.head)
     return config
 
 

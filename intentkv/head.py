@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -21,7 +21,7 @@ from intentkv.config import ConfigError
 
 WEIGHTS_FILE = "head.safetensors"
 CONFIG_FILE = "config.json"
-SCHEMA = "intentkv-head/1"
+SCHEMA: Final = "intentkv-head/1"
 
 RuleName = Literal["intentkv", "assistant"]
 FeatureSet = Literal["published", "extended"]
