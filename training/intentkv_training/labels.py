@@ -40,7 +40,7 @@ def future_attention(reading: Reading, n: int, positions: Sequence[int]) -> Futu
         keys = reading.all_keys[layer][: everything.shape[0]]
         norms = reading.values[layer][:n].float().square().sum(-1).transpose(0, 1)
         norms = norms.repeat_interleave(reading.queries[layer].shape[1] // norms.shape[0], 0)
-        for alpha in attention_probabilities(reading.queries[layer][at], keys, reading.scaling, at, everything):
+        for alpha in attention_probabilities(reading.queries[layer][at], keys, reading.scaling, at, everything, reading.query_block):
             seen = alpha[:, :, :n]
             energy = seen.square().sum(1)
             totals += torch.stack([seen.sum((0, 1)), energy.sum(0), (energy * norms).sum(0)])

@@ -33,6 +33,7 @@ class Reading(LayerwiseKeys):
     scaling: float
     layer_stride: int = 1
     end: int = 0
+    query_block: int = 64
 
     def __post_init__(self) -> None:
         self.layers = range(0, len(self.all_keys), self.layer_stride)

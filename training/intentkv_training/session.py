@@ -7,17 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from intentkv.config import ConfigError
 from intentkv.conversation import assemble, texts_of
-from intentkv.protocols import Aggregator, Captured, CaptureRequest, QuerySource
+from intentkv.protocols import Captured, CaptureRequest, KeyReader, QuerySource
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt, PromptParser, Span
 from intentkv.templates import TEMPLATES
 from intentkv.trajectories import Trajectory
 from intentkv_training.model import FrozenModel, Reading
+
+
+class Absorber(Protocol):
+    """The part of an aggregator that keeps memory."""
+
+    def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
+        """See :class:`intentkv.protocols.Aggregator`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +106,7 @@ def _raw(reading: Reading, span: Span, positions: Sequence[int]) -> Captured:
     return Captured(span, "raw", torch.tensor(positions, dtype=torch.int64, device=reading.device), reading.raw_queries(positions))
 
 
-def turns(tokens: Tokens, reading: Reading, parser: PromptParser, source: QuerySource, aggregators: Sequence[Aggregator]) -> Iterator[Turn]:
+def turns(tokens: Tokens, reading: Reading, parser: PromptParser, source: QuerySource, aggregators: Sequence[Absorber]) -> Iterator[Turn]:
     """The recorded conversation's turns in order. Every aggregator folds what each turn shows into one session state."""
     state = SessionState("training")
     cached = 0
