@@ -18,8 +18,9 @@ def write_agents(file: Path, count: int, turns: int = 4, size: int = 60) -> Path
         for number in range(count):
             messages = [{"role": "system", "content": "You are an agent with a shell."}, {"role": "user", "content": words(draw, 12)}]
             for turn in range(turns):
-                key = f"ticket{number}x{turn}"
-                call = {"name": "lookup", "arguments": {"key": key if turn else "first", "page": turn}}
+                # what the result before the newest said: history, not the current query
+                key = f"ticket{number}x{turn - 1}" if turn > 1 else "start"
+                call = {"name": "lookup", "arguments": {"key": key, "page": turn}}
                 messages.append({"role": "assistant", "content": words(draw, 8), "tool_calls": [call]})
                 messages.append({"role": "tool", "content": f"{words(draw, size)} ticket{number}x{turn + 1} {words(draw, size // 3)}"})
             messages.append({"role": "assistant", "content": words(draw, 10)})

@@ -108,7 +108,7 @@ def test_features_are_the_rules_and_the_last_turn(tokens, reading, attention, fr
     torch.testing.assert_close(column["last_turn"].exp().double(), expected[history] + settings.floor, rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(column["rule"], torch.log(inputs.rule + settings.floor))
     assert (column["peak"] >= column["last_turn"] - 1e-5).all()
-    before_first = history < first.start
+    before_first = history < first.start - len(tokens.generation_prompt)
     assert column["turn_age"][before_first].unique().tolist() == pytest.approx([math.log1p(len(said) - 1)])
     for span in tokens.messages:
         inside = (history >= span.start) & (history < span.end)
