@@ -40,7 +40,9 @@ def test_future_queries_are_spread():
 
 def test_argument_texts():
     """The next calls only, nested values, whole values and their words, short words left out."""
-    calls = [{"name": "f", "arguments": a} for a in ({"q": "red apple pie"}, {"n": [12345, {"k": "deep-value"}], "b": True}, {"x": "later"})]
+    calls = [
+        {"name": "f", "arguments": a} for a in ({"q": "red apple pie"}, {"n": [12345, {"k": "deep-value"}], "b": True}, {"x": "later"})
+    ]
     messages = [Message(role="assistant", tool_calls=calls[:1]), Message(role="tool"), Message(role="assistant", tool_calls=calls[1:])]
     assert argument_texts(messages, 2) == ["red apple pie", "apple", "12345", "deep-value"]
 

@@ -108,7 +108,8 @@ def test_stops_early_at_the_best(made, tmp_path):
 
 
 @pytest.mark.parametrize(("rule", "features", "residual", "label"), [
-    ("intentkv", "published", "additive", "published"), ("intentkv", "extended", "log", "energy"), ("assistant", "published", "log", "mass"),
+    ("intentkv", "published", "additive", "published"), ("intentkv", "extended", "log", "energy"),
+    ("assistant", "published", "log", "mass"),
 ])  # fmt: skip
 def test_every_kind_of_head(made, tmp_path, rule, features, residual, label):
     settings = settings_of(epochs=1, rule=rule, feature_set=features, residual=residual, label=label)
