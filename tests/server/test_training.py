@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,7 @@ def whole_session(server: Client, chat: Chat, session: str, method: str) -> tupl
     """A closed loop in which only the last prompt evicts; returns what died and the last prompt's length."""
     for role, size in SAID[:-1]:
         answer = server.generate(chat.say(role, size).ask(), 20, {"method": method, "budget": 100_000}, session_id=session)
-        # the newest token was not fed back: a client that leaves it out says what the server has seen
-        chat.answered(answer.output_ids[:-1])
+        chat.answered(answer.output_ids)
     prompt = chat.say(*SAID[-1]).ask()
     server.generate(prompt, 4, {"method": method, "budget_ratio": RATIO, "hysteresis": 0}, session_id=session)
     return server.dead(session), len(prompt)
@@ -69,8 +69,10 @@ def whole_session(server: Client, chat: Chat, session: str, method: str) -> tupl
 
 def training_scores(chat: Chat, method: Method, frozen: FrozenModel, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(candidates, scores) at the last prompt, as examples are made."""
-    chat.answered(chat.words(5))
+    chat = replace(chat, ids=list(chat.ids), spans=list(chat.spans)).answered(chat.words(5))
     tokens = tokenise(Trajectory(id="x", source="x", group="x", token_ids=tuple(chat.ids)), frozen, 100_000)
+    # The server was told to ignore the end: the end marker behind each answer is the client's and was not generated.
+    tokens = replace(tokens, message_end=[*tokens.message_end, 0])
     assert method.aggregator is not None
     for turn in turns(tokens, frozen.read(tokens.ids), frozen.parser, method.queries, [method.aggregator]):
         if turn.prompt.length == length:

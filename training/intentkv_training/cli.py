@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -238,7 +239,7 @@ def evaluate(
     chosen = room.methods_of(methods or room.RULES, heads or [], frozen, Config())
     rows = room.evaluate(cases, frozen, chosen, _ratios(ratios), batch or (8 if frozen.device.type == "cuda" else 1), out)
     summary = room.write_summary(rows, out, cases, left_out, frozen, sha, split.value, rules)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 140)
     console.print(room.table_of(summary.arms))
     for gap in summary.gaps:
         paired = f"{gap.paired.mean:+.3f} [{gap.paired.low:+.3f}, {gap.paired.high:+.3f}]" if gap.paired else "–"

@@ -113,8 +113,8 @@ def turns(tokens: Tokens, reading: Reading, parser: PromptParser, source: QueryS
     answers = [span for span in tokens.messages if span.role == "assistant"]
     for number, answer in enumerate(answers):
         length = answer.start + len(tokens.generation_prompt)
-        # what was generated ends in front of the end marker: the newest token is not fed back
-        end = answer.end - len(tokens.message_end)
+        # The model ends its turn with the end marker. With overlap scheduling, SGLang's default, that token is fed back too.
+        end = answer.end - len(tokens.message_end) + 1
         if answer.start == 0 or length > end:
             continue
         prompt = parser.parse(tokens.ids[:length], cached)

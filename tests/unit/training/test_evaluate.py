@@ -115,7 +115,7 @@ def test_visible_keeps_the_best_and_the_forced():
 
 
 def test_arms(cases, frozen, head_folder, tmp_path):
-    """Catches: an arm that keeps another number, an untrained head that is not its rule, an oracle worse than chance, rows lost on resume."""
+    """Catches: arms that keep different numbers, an untrained head that is not its rule, an oracle worse than chance, rows made twice."""
     methods = methods_of(RULES, [head_folder], frozen, Config())
     rows = evaluate(cases[:1], frozen, methods, [0.1, 0.5], 4, tmp_path)
     rows = evaluate(cases[:2], frozen, methods, [0.1, 0.5], 4, tmp_path)

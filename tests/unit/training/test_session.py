@@ -41,9 +41,9 @@ def attention(tokens, tiny_model):
 
 
 def contents(tokens):
-    """Positions of what each assistant message says, template markers left out."""
+    """Positions of what the model generated of each assistant message: its words and the end marker."""
     return [
-        range(span.start + len(tokens.generation_prompt), span.end - len(tokens.message_end))
+        range(span.start + len(tokens.generation_prompt), span.end - len(tokens.message_end) + 1)
         for span in tokens.messages
         if span.role == "assistant"
     ]
