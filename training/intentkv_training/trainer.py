@@ -7,6 +7,7 @@ import math
 import os
 import random
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -302,15 +303,30 @@ def _end_epoch(
     progress.finished = progress.epoch >= settings.epochs or progress.epoch - 1 - progress.best_epoch >= settings.patience
 
 
+_KEPT = (0.1, 0.25)
+"""Shares of the candidates at which the kept share of the label is reported."""
+
+
 @torch.no_grad()
 def held_loss(head: ResidualHead, held: Loader, settings: TrainSettings, device: torch.device) -> Held:
-    """Mean loss on the held-out examples, with the same candidates every time; that of the training data where there are none."""
-    losses = []
+    """Mean loss on the held-out examples, with the same candidates every time; 0 where there are none.
+
+    Metrics: the share of the label's sum that the best-scored candidates hold, by the head, its rule alone, and the label itself.
+    """
+    losses: list[float] = []
+    shares: defaultdict[str, float] = defaultdict(float)
     for index in held.usable:
         batch = held.batch([(index, f"held/{index}")]).to(device)
-        losses.append(float(loss_of(head, head.read_out(batch.inputs), batch, settings.label, settings.weights)))
-    mean = sum(losses) / len(losses) if losses else 0.0
-    return Held(mean, {"held_loss": mean})
+        read = head.read_out(batch.inputs)
+        losses.append(float(loss_of(head, read, batch, settings.label, settings.weights)))
+        orders = {"head": head.logits(batch.inputs, read[0]), "rule": batch.inputs.rule, "best": batch.label}
+        for name, order in orders.items():
+            for kept in _KEPT:
+                top = order[0].topk(max(1, round(kept * order.shape[1]))).indices
+                shares[f"{name}_share_at_{kept:g}"] += float(batch.label[0, top].sum() / batch.label.sum().clamp_min(1e-12))
+    count = max(1, len(losses))
+    mean = sum(losses) / count
+    return Held(mean, {"held_loss": mean} | {name: total / count for name, total in shares.items()})
 
 
 def _rate(step: int, steps: int, warmup: float) -> float:
