@@ -10,6 +10,7 @@ import json
 import platform
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,8 @@ class Row(BaseModel):
     """Share of scored tokens whose most likely token is that of the full cache."""
     recall: float
     """Share of the continuation's attention to the history and forced tokens that falls on kept ones."""
+    score_ms: float = 0.0
+    """Time to score the history at the cut (the torch reference, not the server's kernels)."""
 
 
 class Arm(NamedTuple):
@@ -115,6 +118,7 @@ class Arm(NamedTuple):
     """[n] int64 positions to choose from."""
     forced: torch.Tensor
     """[cut] bool."""
+    score_ms: float = 0.0
 
     def visible(self, ratio: float) -> torch.Tensor:
         """[cut] bool: what stays when ``ratio`` of the history is kept."""
@@ -167,8 +171,16 @@ def _arm(name: str, method: Method, case: Case, reading: Reading, model: FrozenM
     turn = _turn_at(turns(case.tokens, reading, model.parser, method.queries, [method.aggregator]), case.cut.at)
     forced = method.forced.mask(turn.prompt)
     history = torch.nonzero(~forced).flatten()
-    scores = method.aggregator.score(turn.state, history.to(model.device), turn.captured, turn.keys, turn.prompt)
-    return Arm(name, scores, history, forced[: case.cut.at])
+    at = history.to(model.device)
+    started = _clock(model.device)
+    scores = method.aggregator.score(turn.state, at, turn.captured, turn.keys, turn.prompt)
+    return Arm(name, scores, history, forced[: case.cut.at], 1000 * (_clock(model.device) - started))
+
+
+def _clock(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _oracles(case: Case, reading: Reading, like: Arm) -> Iterator[Arm]:
@@ -206,6 +218,7 @@ def evaluate_case(case: Case, model: FrozenModel, methods: dict[str, Method], ra
                     dnll=dnll,
                     top1=top1,
                     recall=float(mass[visible].sum() / mass.sum()),
+                    score_ms=arm.score_ms,
                 )
             )
     return rows
@@ -250,6 +263,8 @@ class ArmSummary(BaseModel):
     dnll: Interval | None
     top1: Interval | None
     recall: Interval | None
+    score_ms: float
+    """Median."""
 
 
 class GapClosed(BaseModel):
@@ -294,6 +309,7 @@ def summarise(rows: Sequence[Row], seed: int) -> tuple[list[ArmSummary], list[Ga
             dnll=bootstrap([row.dnll for row in mine], seed),
             top1=bootstrap([row.top1 for row in mine], seed),
             recall=bootstrap([row.recall for row in mine], seed),
+            score_ms=statistics.median(row.score_ms for row in mine),
         )
         for (arm, ratio), mine in by_key.items()
     ]
