@@ -110,6 +110,9 @@ def examples(
     horizon_turns: Annotated[int, typer.Option(min=1, help="Assistant turns whose queries are the future.")] = 2,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the groups held out for evaluation.")] = 0.25,
     validation: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the groups held out for early stopping.")] = 0.1,
+    tools: Annotated[
+        bool, typer.Option("--tools/--no-tools", help="List the tools in the system message of logs without token ids.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many conversations.")] = None,
     shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard; memory stays near it.")] = 64,
@@ -127,6 +130,7 @@ def examples(
         horizon_turns=horizon_turns,
         test=test,
         validation=validation,
+        tools=tools,
         seed=seed,
     )
     counts = build_examples(files, out, frozen, settings, shard_mb << 20, limit)
@@ -147,20 +151,20 @@ def fit(
     weights: Annotated[
         str | None, typer.Option(help="Loss terms, e.g. regression=1,listwise=0.5,bce=0,ranking=0,retain=0,memory=0,keep=0.25.")
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the examples, at most.")] = 20,
     batch: Annotated[int, typer.Option(min=1, help="Examples a step, over all processes.")] = 8,
     candidates: Annotated[int, typer.Option(min=2, help="Candidates of an example a step.")] = 2048,
-    lr: Annotated[float, typer.Option(min=0)] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0)] = 0.01,
+    lr: Annotated[float, typer.Option(min=0, help="Highest learning rate.")] = 1e-3,
+    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.01,
     precision: Annotated[Precision, typer.Option(help="no: float32.")] = Precision.no,
     patience: Annotated[int, typer.Option(min=1, help="Epochs without a better held-out result before the end.")] = 5,
     held_cases: Annotated[int, typer.Option(min=1, help="Conversations for the held-out KL.")] = 6,
     held_ratios: Annotated[str, typer.Option(help="Budgets of the held-out KL.")] = "0.1,0.25",
     least_window: Annotated[int, typer.Option(min=1, help="Shortest conversation for the held-out KL, in tokens.")] = 3500,
     checkpoint_steps: Annotated[int | None, typer.Option(min=1, help="Save every so many steps, besides each epoch's end.")] = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(help="Of the start and the order.")] = 0,
     wandb: Annotated[bool, typer.Option("--wandb/--no-wandb", help="Log to wandb, offline without WANDB_API_KEY.")] = True,
-    wandb_project: Annotated[str, typer.Option()] = "intentkv",
+    wandb_project: Annotated[str, typer.Option(help="Project in wandb.")] = "intentkv",
     cpu: Annotated[bool, typer.Option("--cpu/--no-cpu", help="Train on the CPU even where there is a GPU.")] = False,
 ) -> None:
     """Train a head. With several processes: accelerate launch --num_processes N -m intentkv_training fit ..."""

@@ -70,7 +70,7 @@ def find_cases(
         if split not in ("all", split_of(item.group, settings)):
             left_out["another split"] += 1
             continue
-        tokens = tokenise(item.model_copy(update={"tools": ()}), model, min(rules.window, model.context))
+        tokens = tokenise(item, model, min(rules.window, model.context), settings.tools)
         cut = find_cut(tokens.messages, rules)
         if cut is None or not any(s.start == cut.at and s.role == "assistant" for s in tokens.messages):
             left_out["no usable cut"] += 1

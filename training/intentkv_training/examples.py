@@ -61,6 +61,8 @@ class ExampleSettings(BaseModel):
     """Shares of the groups that are held out."""
     seed: int = 0
     """Of the split."""
+    tools: bool = False
+    """List the tools in the system message, where a log has messages and no token ids."""
     decay: float = 0.5
     turn_queries: int = 64
     window: int = 32
@@ -300,7 +302,7 @@ def build_examples(
 
 def _rows(trajectory: Trajectory, model: FrozenModel, settings: ExampleSettings, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     counts["trajectories"] += 1
-    tokens = tokenise(trajectory, model, min(settings.max_tokens, model.context))
+    tokens = tokenise(trajectory, model, min(settings.max_tokens, model.context), settings.tools)
     answers = [span for span in tokens.messages if span.role == "assistant"]
     if not answers:
         counts["trajectories without an assistant turn"] += 1

@@ -39,8 +39,11 @@ class Tokens:
     """End marker and separator."""
 
 
-def tokenise(trajectory: Trajectory, model: FrozenModel, max_tokens: int) -> Tokens:
+def tokenise(trajectory: Trajectory, model: FrozenModel, max_tokens: int, tools: bool = False) -> Tokens:
     """The token ids of ``trajectory`` as logged, or rendered with the chat template that the tokenizer has the markers of.
+
+    Args:
+        tools: list the tools in the system message of a rendered conversation.
 
     Raises:
         ConfigError: the tokenizer has the markers of no known template.
@@ -56,7 +59,8 @@ def tokenise(trajectory: Trajectory, model: FrozenModel, max_tokens: int) -> Tok
         ids = list(trajectory.token_ids)
         generation_prompt, message_end = encode(template.generation_prompt()), encode(template.end + template.separator)
     else:
-        conversation = assemble(trajectory, [encode(text) for text in texts_of(trajectory, template)])
+        shown = trajectory if tools else trajectory.model_copy(update={"tools": ()})
+        conversation = assemble(shown, [encode(text) for text in texts_of(shown, template)])
         ids, generation_prompt, message_end = conversation.ids, conversation.generation_prompt, conversation.message_end
     messages = tuple(span for span in model.parser.parse(ids, 0).messages if span.end <= max_tokens)
     return Tokens(ids[: messages[-1].end] if messages else [], messages, generation_prompt, message_end)

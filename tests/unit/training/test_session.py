@@ -131,6 +131,13 @@ def test_both_rules_in_one_pass_are_each_rule_alone(tokens, reading, frozen, age
                 torch.testing.assert_close(head_inputs(turn, history, rule, "extended", settings).rule, scores)
 
 
+def test_tools_are_listed_only_when_asked_for(agents, frozen):
+    run = load_dataset([agents]).trajectories[0].model_copy(update={"tools": ({"function": {"name": "lookup_everything"}},)})
+    plain, listed = (frozen.tokenizer.decode(tokenise(run, frozen, 900, tools).ids) for tools in (False, True))
+    assert "lookup_everything" not in plain
+    assert "lookup_everything" in listed
+
+
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 128, 129, 300])
 def test_sampled_as_in_decode(length):
     """Oracle: the server's own lease, offered one token at a time."""
