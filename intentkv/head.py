@@ -24,7 +24,7 @@ CONFIG_FILE = "config.json"
 SCHEMA: Final = "intentkv-head/1"
 
 RuleName = Literal["intentkv", "assistant"]
-FeatureSet = Literal["published", "extended"]
+FeatureSet = Literal["published", "extended", "layered"]
 Residual = Literal["additive", "log"]
 
 EXTENDED: tuple[str, ...] = (
@@ -46,7 +46,8 @@ EXTENDED: tuple[str, ...] = (
     "assistant",
     "unknown",
 )
-"""Columns of :attr:`HeadInputs.extra` of the ``extended`` feature set, in order. The first seven are logarithms of scores."""
+"""Columns of :attr:`HeadInputs.extra` of the ``extended`` feature set, in order. The first seven are logarithms of scores.
+``layered`` has, behind them, the logarithms of the last turn's energy layer by layer, then of the decayed energy layer by layer."""
 
 QUERY_KEYS = 256
 """Key vectors of the current query that the cross-attention reads at most, evenly spaced."""
@@ -89,7 +90,7 @@ class HeadConfig(BaseModel):
     schema_version: Literal["intentkv-head/1"] = SCHEMA
     rule: RuleName
     """The rule score that the residual was trained on."""
-    feature_set: FeatureSet = "extended"
+    feature_set: FeatureSet = "layered"
     residual: Residual = "log"
     """``additive``: s = rule + r, as published. ``log``: s + floor = (rule + floor) e^r. Both give s = rule at r = 0."""
     floor: float = Field(default=1e-6, gt=0)
@@ -102,6 +103,11 @@ class HeadConfig(BaseModel):
     """Of the log files that the examples were made from."""
     metrics: dict[str, float] = Field(default_factory=dict)
     versions: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def extra_features(self) -> int:
+        """Columns that the feature set adds to the published features."""
+        return extra_features(self.feature_set, len(range(0, self.shape.layers, self.layer_stride)))
 
     @property
     def method(self) -> str:
@@ -146,9 +152,11 @@ class HeadInputs:
         return replace(self, **moved)
 
 
-def extra_features(feature_set: FeatureSet) -> int:
-    """Columns that ``feature_set`` adds to the published features."""
-    return len(EXTENDED) if feature_set == "extended" else 0
+def extra_features(feature_set: FeatureSet, layers: int) -> int:
+    """Columns that ``feature_set`` adds to the published features, with ``layers`` scored layers."""
+    if feature_set == "published":
+        return 0
+    return len(EXTENDED) + (2 * layers if feature_set == "layered" else 0)
 
 
 class ResidualHead(nn.Module):
@@ -165,7 +173,7 @@ class ResidualHead(nn.Module):
         super().__init__()
         self.config = config
         dim = config.shape.head_dim
-        features = 3 * dim + 1 + extra_features(config.feature_set)
+        features = 3 * dim + 1 + config.extra_features
         self.features = features
         self.candidate = nn.Linear(features, _WIDTH, bias=False)
         self.key = nn.Linear(dim, _WIDTH)

@@ -26,6 +26,11 @@ class KeyReader(Protocol):
         """[n] int64, all live positions, ascending."""
         ...
 
+    @property
+    def n_layers(self) -> int:
+        """L, the layers that are scored."""
+        ...
+
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -39,6 +44,12 @@ class KeyReader(Protocol):
         Returns:
             [n] float32.
         """
+        ...
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Like :meth:`scores`, before the sum over layers: [L, n] float32."""
         ...
 
     def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,10 @@ class LayerwiseKeys(ABC):
     query_block: int = _QUERY_BLOCK
     """Queries scored at a time."""
 
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
+
     @abstractmethod
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Keys of ``positions`` ([n] int64, live) in ``layer``: [n, H_kv, D], float32."""
@@ -112,6 +116,18 @@ class LayerwiseKeys(ABC):
             keys = self.keys(layer, positions)
             total += key_scores(queries[index], keys, self.scaling, reduction, query_positions, key_positions, self.query_block)
         return total
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.layer_scores`."""
+        at = positions if query_positions is not None else None
+        return torch.stack(
+            [
+                key_scores(queries[i], self.keys(layer, positions), self.scaling, reduction, query_positions, at, self.query_block)
+                for i, layer in enumerate(self.layers)
+            ]
+        )
 
     def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
         """See :meth:`intentkv.protocols.KeyReader.mean_keys`."""

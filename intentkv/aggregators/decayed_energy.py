@@ -15,15 +15,32 @@ from intentkv.spans import Prompt
 _MEMORY = "assistant_energy"
 
 
-def turn_energy(captured: Captured, keys: KeyReader, live: torch.Tensor) -> torch.Tensor | None:
-    """Energy of one assistant turn's queries, [end of the turn] float32, 0 at dead positions; None when it is no such turn."""
+def turn_energy(captured: Captured, keys: KeyReader, live: torch.Tensor, by_layer: bool = False) -> torch.Tensor | None:
+    """Energy of one assistant turn's queries, 0 at dead positions; None when it is no such turn.
+
+    Returns:
+        [end of the turn] float32; with ``by_layer`` [end, L].
+    """
     if captured.span.role != "assistant" or captured.positions.numel() == 0:
         return None
     end = captured.span.end
-    energy = torch.zeros(end, dtype=torch.float32, device=live.device)
     visible = live[live < end]
-    energy[visible] = keys.scores(captured.queries, visible, "energy", captured.positions)
+    if by_layer:
+        found = keys.layer_scores(captured.queries, visible, "energy", captured.positions).T
+    else:
+        found = keys.scores(captured.queries, visible, "energy", captured.positions)
+    energy = torch.zeros(end, *found.shape[1:], dtype=torch.float32, device=live.device)
+    energy[visible] = found
     return energy
+
+
+def decayed(past: torch.Tensor | None, energy: torch.Tensor, decay: float) -> torch.Tensor:
+    """e^-decay past + energy, per position: the shape of ``energy``, whose first rows ``past`` covers."""
+    memory = energy.clone()
+    if past is not None:
+        n = min(energy.shape[0], past.shape[0])
+        memory[:n] += math.exp(-decay) * past[:n]
+    return memory
 
 
 def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
@@ -36,7 +53,7 @@ def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: Key
 
 
 def remembered(memory: torch.Tensor | None, history: torch.Tensor) -> torch.Tensor:
-    """Values of a per-position ``memory`` at ``history`` ([n] int64): [n] float32, 0 behind its end."""
+    """Values of a per-position ``memory`` ([m]) at ``history`` ([n] int64): [n] float32, 0 behind its end."""
     if memory is None or not memory.numel():
         return torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
     return torch.where(history >= memory.shape[0], 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
@@ -62,14 +79,8 @@ class DecayedEnergy:
 
     def fold(self, state: SessionState, energy: torch.Tensor) -> None:
         """Add one turn's ``energy`` ([end of the turn] float32) to the session's memory."""
-        end = energy.shape[0]
-        past = state.memory.get(_MEMORY)
-        memory = energy.clone()
-        if past is not None:
-            n = min(end, past.shape[0])
-            memory[:n] += math.exp(-self.decay) * past[:n]
-        state.memory[_MEMORY] = memory
-        state.scored_length = end
+        state.memory[_MEMORY] = decayed(state.memory.get(_MEMORY), energy, self.decay)
+        state.scored_length = energy.shape[0]
 
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from intentkv.aggregators.decayed_energy import DecayedEnergy, remembered, turn_energy, window_energy
+from intentkv.aggregators.decayed_energy import DecayedEnergy, decayed, remembered, turn_energy, window_energy
 from intentkv.aggregators.query_memory import QueryMemoryRule
 from intentkv.head import QUERY_KEYS, FeatureSet, HeadInputs, ResidualHead, RuleName
 from intentkv.protocols import Captured, KeyReader, QuerySource
@@ -22,6 +22,7 @@ from intentkv.spans import Prompt
 from intentkv.templates import Role
 
 _LAST, _PEAK, _DECAYED, _MEAN = "last_turn_energy", "peak_energy", "assistant_energy", "query_memory"
+_LAST_BY_LAYER, _DECAYED_BY_LAYER = "last_turn_energy_by_layer", "assistant_energy_by_layer"
 _ROLES: tuple[Role, ...] = ("system", "user", "tool", "assistant", "unknown")
 _NEIGHBOURHOOD = 15
 """Candidates that the ``neighbourhood`` feature averages over."""
@@ -40,6 +41,8 @@ class HeadFeatures:
 
     decay: float
     floor: float
+    layered: bool
+    """Also keep energies layer by layer: 2 L floats a position."""
 
     @property
     def _energy(self) -> DecayedEnergy:
@@ -53,9 +56,13 @@ class HeadFeatures:
         if captured.form == "mean":
             self._means.absorb(state, captured, keys, live, prompt)
             return
-        energy = turn_energy(captured, keys, live)
+        energy = turn_energy(captured, keys, live, self.layered)
         if energy is None:
             return
+        if self.layered:
+            state.memory[_LAST_BY_LAYER] = energy
+            state.memory[_DECAYED_BY_LAYER] = decayed(state.memory.get(_DECAYED_BY_LAYER), energy, self.decay)
+            energy = energy.sum(1)
         self._energy.fold(state, energy)
         state.memory[_LAST] = energy
         peak, past = energy.clone(), state.memory.get(_PEAK)
@@ -77,7 +84,7 @@ class HeadFeatures:
         """Features of ``history`` ([n] int64 live candidates, n > 0)."""
         device = history.device
         raw = [c for c in captured if c.form == "raw"]
-        extended = feature_set == "extended"
+        extended = feature_set != "published"
         window = window_energy(history, raw, keys) if extended or rule == "assistant" else None
         mass = self._means.score(state, history, (), keys, prompt) if extended or rule == "intentkv" else None
         scores = self._energy.combined(state, history, window) if rule == "assistant" else mass
@@ -88,6 +95,8 @@ class HeadFeatures:
         extra = torch.zeros(history.shape[0], 0, device=device)
         if extended and window is not None and mass is not None:
             extra = self._extended(state, history, scores, window, mass, prompt)
+            if feature_set == "layered":
+                extra = torch.cat([extra, self._by_layer(state, history, keys)], 1)
         return HeadInputs(candidate_keys, mean, self._query_keys(keys, prompt, candidate_keys), scores, extra)
 
     def _query_keys(self, keys: KeyReader, prompt: Prompt, like: torch.Tensor) -> torch.Tensor:
@@ -101,13 +110,26 @@ class HeadFeatures:
     def _extended(
         self, state: SessionState, history: torch.Tensor, rule: torch.Tensor, window: torch.Tensor, mass: torch.Tensor, prompt: Prompt
     ) -> torch.Tensor:
-        decayed = remembered(state.memory.get(_DECAYED), history)
+        memory = remembered(state.memory.get(_DECAYED), history)
         smooth = torch.nn.functional.avg_pool1d(
-            decayed[None, None], _NEIGHBOURHOOD, 1, _NEIGHBOURHOOD // 2, count_include_pad=False
+            memory[None, None], _NEIGHBOURHOOD, 1, _NEIGHBOURHOOD // 2, count_include_pad=False
         )[0, 0]  # fmt: skip
-        energies = [rule, remembered(state.memory.get(_LAST), history), decayed, remembered(state.memory.get(_PEAK), history)]
+        energies = [rule, remembered(state.memory.get(_LAST), history), memory, remembered(state.memory.get(_PEAK), history)]
         logs = torch.log(torch.stack([*energies, window, mass, smooth], 1).clamp_min(0) + self.floor)
         return torch.cat([logs, _places(history, state.scored_length, prompt)], 1)
+
+    def _by_layer(self, state: SessionState, history: torch.Tensor, keys: KeyReader) -> torch.Tensor:
+        """[n, 2 L]."""
+        layers = keys.n_layers
+        columns = []
+        for name in (_LAST_BY_LAYER, _DECAYED_BY_LAYER):
+            memory = state.memory.get(name)
+            if memory is None or not memory.numel():
+                columns.append(torch.zeros(history.shape[0], layers, device=history.device))
+            else:
+                at = history.clamp(max=memory.shape[0] - 1)
+                columns.append(torch.where((history >= memory.shape[0])[:, None], 0.0, memory[at]))
+        return torch.log(torch.cat(columns, 1) + self.floor / layers)
 
 
 def _places(history: torch.Tensor, scored_length: int, prompt: Prompt) -> torch.Tensor:
@@ -144,7 +166,7 @@ class Learned:
 
     @property
     def _features(self) -> HeadFeatures:
-        return HeadFeatures(self.decay, self.head.config.floor)
+        return HeadFeatures(self.decay, self.head.config.floor, self.head.config.feature_set == "layered")
 
     def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, live: torch.Tensor, prompt: Prompt) -> None:
         self._features.absorb(state, captured, keys, live, prompt)

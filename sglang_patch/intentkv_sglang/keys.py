@@ -37,3 +37,20 @@ class PoolKeys(LayerwiseKeys):
         buffers = [self._kv_pool.get_key_buffer(layer) for layer in self.layers]
         key_positions = positions if query_positions is not None else None
         return paged_key_scores(queries, buffers, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """One launch of the kernels a layer on a GPU."""
+        if not positions.is_cuda or reduction == "max":
+            return super().layer_scores(queries, positions, reduction, query_positions)
+        from intentkv.kernels.attention_scores import paged_key_scores
+
+        slots, at = self._slots[positions], positions if query_positions is not None else None
+        buffers = [self._kv_pool.get_key_buffer(layer) for layer in self.layers]
+        return torch.stack(
+            [
+                paged_key_scores(queries[i : i + 1], [buffer], slots, self.scaling, reduction, query_positions, at)
+                for i, buffer in enumerate(buffers)
+            ]
+        )

@@ -16,7 +16,6 @@ from intentkv.head import (
     HeadInputs,
     ModelShape,
     ResidualHead,
-    extra_features,
     load_head,
     save_head,
 )
@@ -29,7 +28,7 @@ def shape_of(dim=16, kv_heads=2):
     return ModelShape(model_type="llama", layers=3, query_heads=4, kv_heads=kv_heads, head_dim=dim)
 
 
-def make_head(feature_set="extended", residual="log", dim=16, rule="assistant", trained=True, seed=0):
+def make_head(feature_set="layered", residual="log", dim=16, rule="assistant", trained=True, seed=0):
     torch.manual_seed(seed)
     head = ResidualHead(HeadConfig(rule=rule, feature_set=feature_set, residual=residual, shape=shape_of(dim)))
     if trained:
@@ -41,7 +40,7 @@ def make_head(feature_set="extended", residual="log", dim=16, rule="assistant", 
 def inputs_of(head, n=30, queries=5, seed=1):
     generator = torch.Generator().manual_seed(seed)
     dim = head.config.shape.head_dim
-    extra = torch.randn(n, extra_features(head.config.feature_set), generator=generator)
+    extra = torch.randn(n, head.config.extra_features, generator=generator)
     rule = torch.rand(n, generator=generator)
     return HeadInputs(
         torch.randn(n, dim, generator=generator), torch.randn(dim, generator=generator), torch.randn(queries, dim, generator=generator),
@@ -57,7 +56,7 @@ def test_parameters_as_published():
 
 
 @pytest.mark.parametrize("residual", ["additive", "log"])
-@pytest.mark.parametrize("feature_set", ["published", "extended"])
+@pytest.mark.parametrize("feature_set", ["published", "extended", "layered"])
 @pytest.mark.parametrize("dim", [8, 24, 64, 128])
 def test_starts_as_the_rule_to_the_bit(dim, feature_set, residual):
     """Catches: an output layer that is not zero, a log form that rounds. Gradients must flow all the same."""

@@ -26,7 +26,7 @@ def heads(tmp_path_factory):
     """A random head for each learned method, shaped for the fake request."""
     shape = ModelShape(model_type="fake", layers=2, query_heads=4, kv_heads=2, head_dim=8)
     folder = tmp_path_factory.mktemp("heads")
-    for rule, feature_set, residual in (("intentkv", "published", "additive"), ("assistant", "extended", "log")):
+    for rule, feature_set, residual in (("intentkv", "published", "additive"), ("assistant", "layered", "log")):
         head = ResidualHead(HeadConfig(rule=rule, feature_set=feature_set, residual=residual, shape=shape))
         torch.nn.init.normal_(head.output.weight, generator=torch.Generator().manual_seed(1))
         save_head(head, folder / f"{rule}-learned")

@@ -61,6 +61,7 @@ class LabelName(str, Enum):
 class Features(str, Enum):
     published = "published"
     extended = "extended"
+    layered = "layered"
 
 
 class ResidualName(str, Enum):
@@ -146,7 +147,7 @@ def fit(
     files: Annotated[list[Path] | None, typer.Option("--input", help="The logs again, for the held-out KL.", exists=True)] = None,
     rule: Annotated[Rule, typer.Option(help="Rule score that the head corrects.")] = Rule.assistant,
     label: Annotated[LabelName, typer.Option(help="What to predict.")] = LabelName.value_energy,
-    features: Annotated[Features, typer.Option(help="Feature set.")] = Features.extended,
+    features: Annotated[Features, typer.Option(help="Feature set.")] = Features.layered,
     residual: Annotated[ResidualName, typer.Option(help="How the residual joins the score; published: additive.")] = ResidualName.log,
     weights: Annotated[
         str | None, typer.Option(help="Loss terms, e.g. regression=1,listwise=0.5,bce=0,ranking=0,retain=0,memory=0,keep=0.25.")

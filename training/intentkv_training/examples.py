@@ -85,7 +85,7 @@ class Example:
     """One eviction. Tensors on the CPU."""
 
     inputs: dict[RuleName, HeadInputs]
-    """With the extended features, by rule."""
+    """With all features, by rule."""
     labels: dict[Label, torch.Tensor]
     """[n] float32 each."""
     template: torch.Tensor
@@ -124,13 +124,13 @@ def candidates(prompt: Prompt) -> torch.Tensor:
 
 def session_turns(tokens: Tokens, reading: Reading, model: FrozenModel, settings: ExampleSettings) -> Iterator[Turn]:
     """The conversation's turns with everything captured that any feature needs."""
-    source = head_queries("assistant", "extended", settings.turn_queries, settings.window)
-    return turns(tokens, reading, model.parser, source, [HeadFeatures(settings.decay, settings.floor)])
+    source = head_queries("assistant", "layered", settings.turn_queries, settings.window)
+    return turns(tokens, reading, model.parser, source, [HeadFeatures(settings.decay, settings.floor, layered=True)])
 
 
 def head_inputs(turn: Turn, history: torch.Tensor, rule: RuleName, feature_set: FeatureSet, settings: ExampleSettings) -> HeadInputs:
     """What a server would give a head at this turn."""
-    features = HeadFeatures(settings.decay, settings.floor)
+    features = HeadFeatures(settings.decay, settings.floor, layered=True)
     return features.inputs(rule, feature_set, turn.state, history.to(turn.keys.device), turn.captured, turn.keys, turn.prompt)
 
 
@@ -140,7 +140,7 @@ def make_example(
     """Features and labels of one turn."""
     history = candidates(turn.prompt)
     rules: tuple[RuleName, ...] = ("assistant", "intentkv")
-    inputs = {rule: head_inputs(turn, history, rule, "extended", settings).to("cpu") for rule in rules}
+    inputs = {rule: head_inputs(turn, history, rule, "layered", settings).to("cpu") for rule in rules}
     answers = [span for span in tokens.messages if span.role == "assistant" and span.start >= turn.answer.start]
     positions = future_queries(answers[: settings.horizon_turns], settings.horizon_queries)
     future = future_attention(reading, turn.prompt.length, positions)

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from intentkv.config import ConfigError
-from intentkv.head import FeatureSet, HeadConfig, HeadInputs, Residual, ResidualHead, RuleName, load_head_config, save_head
+from intentkv.head import EXTENDED, FeatureSet, HeadConfig, HeadInputs, Residual, ResidualHead, RuleName, load_head_config, save_head
 from intentkv_training.card import write_card
 from intentkv_training.examples import Example, ExampleSettings
 from intentkv_training.labels import Label
@@ -35,7 +35,7 @@ class TrainSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: RuleName = "assistant"
-    feature_set: FeatureSet = "extended"
+    feature_set: FeatureSet = "layered"
     residual: Residual = "log"
     label: Label = "value_energy"
     weights: LossWeights
@@ -132,7 +132,9 @@ def collate(examples: Sequence[Example], settings: TrainSettings) -> Batch:
     inputs = [example.inputs[settings.rule] for example in examples]
     queries = pad([i.query_keys for i in inputs])
     lengths = torch.tensor([i.query_keys.shape[0] for i in inputs])
-    extra = [i.extra if settings.feature_set == "extended" else i.extra[:, :0] for i in inputs]
+    # the columns of a smaller feature set are the first ones of a larger one
+    columns = {"published": 0, "extended": len(EXTENDED)}.get(settings.feature_set)
+    extra = [i.extra[:, :columns] for i in inputs]
     together = HeadInputs(
         keys=pad([i.keys for i in inputs]),
         memory=torch.stack([i.memory for i in inputs]),

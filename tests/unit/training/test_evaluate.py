@@ -155,7 +155,7 @@ def test_gap_closed():
 
 def test_held_out_kl_is_that_of_the_evaluation(cases, frozen, settings, head_folder, tmp_path):
     """Catches: early stopping that watches something else than what is reported."""
-    validate = NextTurnKL(cases[:2], frozen, settings, "assistant", "extended", [0.1, 0.25])
+    validate = NextTurnKL(cases[:2], frozen, settings, "assistant", "layered", [0.1, 0.25])
     held = validate(load_head(head_folder))
     rows = evaluate(cases[:2], frozen, methods_of(["assistant"], [], frozen, Config()), [0.1, 0.25], 1, tmp_path)
     kls = [r.kl for r in rows if r.arm == "assistant"]

@@ -100,12 +100,18 @@ def test_features_are_the_rules_and_the_last_turn(tokens, reading, attention, fr
     # not to the end: the state goes on when the next turn is asked for
     turn = next(t for t in session_turns(tokens, reading, frozen, settings) if t.number == len(said) - 1)
     history = candidates(turn.prompt)
-    inputs = head_inputs(turn, history, "assistant", "extended", settings)
+    inputs = head_inputs(turn, history, "assistant", "layered", settings)
     column = {name: inputs.extra[:, i] for i, name in enumerate(EXTENDED)}
     last, first = said[turn.number - 1], said[0]
     expected = torch.zeros(turn.prompt.length, dtype=torch.float64)
     expected[: last.stop] = energy(attention, last, last.stop)
     torch.testing.assert_close(column["last_turn"].exp().double(), expected[history] + settings.floor, rtol=1e-3, atol=1e-7)
+    by_layer = torch.zeros(2, turn.prompt.length, dtype=torch.float64)
+    for past in said[: turn.number]:
+        by_layer *= DECAY
+        by_layer[:, : past.stop] += attention[:, :, list(past), : past.stop].square().mean(2).sum(1)
+    found = inputs.extra[:, len(EXTENDED) + 2 :].exp().double()
+    torch.testing.assert_close(found, by_layer[:, history].T + settings.floor / 2, rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(column["rule"], torch.log(inputs.rule + settings.floor))
     assert (column["peak"] >= column["last_turn"] - 1e-5).all()
     before_first = history < first.start - len(tokens.generation_prompt)
@@ -150,10 +156,9 @@ def test_sampled_as_in_decode(length):
 
 
 def test_memories_of_a_fork_are_cut(frozen, tokens, reading):
-    """Per-position memories must be one-dimensional, or a server that forks a session would carry them whole."""
+    """Catches: a per-position memory that a server carries whole when the session forks or a turn is replaced."""
     source = build_method("assistant", Config()).queries
-    *_, turn = turns(tokens, reading, frozen.parser, source, [HeadFeatures(0.5, 1e-6)])
+    *_, turn = turns(tokens, reading, frozen.parser, source, [HeadFeatures(0.5, 1e-6, layered=True)])
     turn.state.truncate(30)
-    assert {name: value.shape[0] for name, value in turn.state.memory.items()} == {
-        "assistant_energy": 30, "last_turn_energy": 30, "peak_energy": 30,
-    }  # fmt: skip
+    assert len(turn.state.memory) == 5
+    assert all(value.shape[0] == 30 for value in turn.state.memory.values())

@@ -109,13 +109,13 @@ def test_stops_early_at_the_best(made, tmp_path):
 
 @pytest.mark.parametrize(("rule", "features", "residual", "label"), [
     ("intentkv", "published", "additive", "published"), ("intentkv", "extended", "log", "energy"),
-    ("assistant", "published", "log", "mass"),
+    ("assistant", "published", "log", "mass"), ("assistant", "layered", "log", "energy"),
 ])  # fmt: skip
 def test_every_kind_of_head(made, tmp_path, rule, features, residual, label):
     settings = settings_of(epochs=1, rule=rule, feature_set=features, residual=residual, label=label)
     head = run(made, tmp_path / "head", settings)
     assert (head.rule, head.feature_set, head.residual, head.label) == (rule, features, residual, label)
-    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + (17 if features == "extended" else 0)
+    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + {"published": 0, "extended": 17, "layered": 21}[features]
 
 
 def test_bf16(made, tmp_path):
