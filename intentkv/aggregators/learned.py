@@ -145,7 +145,7 @@ def _places(history: torch.Tensor, scored_length: int, prompt: Prompt) -> torch.
     row = table[(torch.bucketize(place, starts, right=True) - 1).clamp_min(0)]
     numbers = torch.stack(
         [
-            torch.log1p(prompt.length - place),
+            torch.log1p((prompt.length - place).clamp_min(0)),
             torch.log1p(row[:, 2]),
             (history < scored_length).float(),
             (place - row[:, 0]) / row[:, 1].clamp_min(1),

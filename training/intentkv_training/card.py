@@ -17,7 +17,7 @@ def write_card(folder: Path, head: HeadConfig, settings: TrainSettings, examples
     """Write ``folder/README.md``."""
     shape = head.shape
     metrics = "\n".join(f"| {name} | {value:.6g} |" for name, value in head.metrics.items())
-    weights = ", ".join(f"{name} {value:g}" for name, value in settings.weights.model_dump().items() if value)
+    weights = ", ".join(f"{name} {value:g}" for name, value in settings.weights.model_dump(exclude={"keep", "margin"}).items() if value)
     text = f"""# IntentKV head for {shape.model_type}
 
 A learned residual on the `{head.rule}` rule score: which positions of an agent's KV cache are worth keeping.
