@@ -102,7 +102,10 @@ def serve(
     method: Annotated[str | None, typer.Option(help="Which tokens stay; `intentkv methods` lists them.")] = None,
     budget: Annotated[int | None, typer.Option(help="Tokens a request keeps resident.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML or JSON file with these and all other options.")] = None,
-    head: Annotated[Path | None, typer.Option(help="Folder of a trained head, for the learned methods.")] = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a trained head, for the learned methods; default: the packaged one, for the default model."),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Log every request into this folder (messages, token ids, figures).")] = None,
     record_limit_mb: Annotated[int | None, typer.Option(help="Size of all logs together; the oldest are deleted.")] = None,
     stock: Annotated[bool, typer.Option("--stock/--no-stock", help="The same server without the plugin, to compare with.")] = False,
@@ -111,6 +114,10 @@ def serve(
 
     Every other flag goes to SGLang as it is, for example: intentkv serve --model DIR --budget 8192 --port 30000 --tp-size 2
     """
+    if head is None and model is None and method is not None:
+        from intentkv.head import packaged_head
+
+        head = packaged_head(method)
     settings = load_config(config, method=method, budget=budget, head=head, record=record, record_limit_mb=record_limit_mb)
     return _serve(context, model, settings, stock)
 

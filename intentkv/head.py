@@ -265,5 +265,15 @@ def load_head(folder: Path) -> ResidualHead:
     return head.eval().requires_grad_(False)
 
 
+PACKAGED = Path(__file__).parent / "heads"
+"""Heads for the default model (SmolLM2-135M), one folder a learned method, named after it."""
+
+
+def packaged_head(method: str) -> Path | None:
+    """The head that comes with the package for ``method`` on the default model, or None."""
+    folder = PACKAGED / method
+    return folder if (folder / CONFIG_FILE).is_file() else None
+
+
 def _shape(weights: dict[str, torch.Tensor], name: str) -> torch.Size | None:
     return weights[name].shape if name in weights else None

@@ -172,3 +172,20 @@ def test_a_learned_method_needs_its_head(tmp_path):
     config = load_config(method="assistant-learned", head=tmp_path / "head")
     assert build_method(config.method, config).queries.decode
     assert method_problem("assistant", config) is None
+
+
+def test_the_default_model_has_its_head(tmp_path, monkeypatch):
+    """Catches: a packaged head given to a model it was not trained for."""
+    from typer.testing import CliRunner
+
+    from intentkv import cli
+
+    monkeypatch.setattr("intentkv.head.PACKAGED", tmp_path)
+    served = []
+    monkeypatch.setattr(cli, "_serve", lambda context, model, settings, stock: served.append((model, settings.head)))
+    command = ["serve", "--method", "assistant-learned"]
+    assert CliRunner().invoke(cli.app, command).exit_code == 2, "there is none yet"
+    save_head(make_head(), tmp_path / "assistant-learned")
+    assert CliRunner().invoke(cli.app, command).exit_code == 0
+    assert served == [(None, tmp_path / "assistant-learned")]
+    assert CliRunner().invoke(cli.app, [*command, "--model", "other"]).exit_code == 2
