@@ -161,8 +161,7 @@ def _published(history: torch.Tensor, turn: Turn, tokens: Tokens, trajectory: Tr
     if before >= len(said):
         return torch.zeros(history.shape[0])
     wanted = argument_texts(trajectory.messages[said[before] :], calls)
-    pieces = [model.tokenizer.decode([token]) for token in tokens.ids[: turn.prompt.length]]
-    return matched_tokens(pieces, wanted)[history].float()
+    return matched_tokens(model.pieces(tokens.ids[: turn.prompt.length]), wanted)[history].float()
 
 
 def _template_tokens(tokens: Tokens) -> torch.Tensor:

@@ -96,10 +96,17 @@ class FrozenModel:
         self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
         self._past: Reading | None = None
         self._visible = torch.empty(0)
+        self._pieces: dict[int, str] = {}
 
     @property
     def name(self) -> str:
         return str(self._model.config.name_or_path)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        for token in set(ids) - self._pieces.keys():
+            self._pieces[token] = self.tokenizer.decode([token])
+        return [self._pieces[token] for token in ids]
 
     def _attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
