@@ -225,6 +225,8 @@ def train(
     held = Loader(held_rows, settings, examples.floor)
     if not loader.usable:
         raise ConfigError("There are no training examples with evidence for this label; give more logs or another --label.")
+    if validate is None and not held.usable:
+        raise ConfigError("There are no held-out examples to stop by; give more groups, a larger --validation, or --model and --input.")
     _claim(out, settings, examples, accelerator)
     head = ResidualHead(_head_config(settings, examples, versions or {}))
     _standardise(head, loader)
@@ -311,7 +313,7 @@ _KEPT = (0.1, 0.25)
 
 @torch.no_grad()
 def held_loss(head: ResidualHead, held: Loader, settings: TrainSettings, device: torch.device) -> Held:
-    """Mean loss on the held-out examples, with the same candidates every time; 0 where there are none.
+    """Mean loss on the held-out examples, with the same candidates every time.
 
     Metrics: the share of the label's sum that the best-scored candidates hold, by the head, its rule alone, and the label itself.
     """
@@ -326,9 +328,8 @@ def held_loss(head: ResidualHead, held: Loader, settings: TrainSettings, device:
             for kept in _KEPT:
                 top = order[0].topk(max(1, round(kept * order.shape[1]))).indices
                 shares[f"{name}_share_at_{kept:g}"] += float(batch.label[0, top].sum() / batch.label.sum().clamp_min(1e-12))
-    count = max(1, len(losses))
-    mean = sum(losses) / count
-    return Held(mean, {"held_loss": mean} | {name: total / count for name, total in shares.items()})
+    mean = sum(losses) / len(losses)
+    return Held(mean, {"held_loss": mean} | {name: total / len(losses) for name, total in shares.items()})
 
 
 def _rate(step: int, steps: int, warmup: float) -> float:

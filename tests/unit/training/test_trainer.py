@@ -84,6 +84,14 @@ def test_a_finished_run_is_not_run_again_and_another_is_refused(made, tmp_path):
         run(made, tmp_path / "head", settings_of(epochs=2))
 
 
+def test_nothing_held_out_is_refused(made, tmp_path):
+    """Catches: a run that stops by a constant and keeps its first head."""
+    train_rows, _, examples = made
+    with pytest.raises(ConfigError, match="no held-out examples"):
+        train(train_rows, [], examples, settings_of(), tmp_path / "head", cpu=True)
+    assert train(train_rows, [], examples, settings_of(epochs=1), tmp_path / "head", lambda head: Held(1.0, {}), cpu=True) is not None
+
+
 def test_seeds(made, tmp_path):
     """Catches: a seed that is not used."""
     for name, seed in (("a", 0), ("b", 1)):
