@@ -37,8 +37,8 @@ def test_split_by_group(example_folder, agents):
     settings = ExampleStore(example_folder).settings()
     names = [f"group{i}" for i in range(2000)]
     share = Counter(split_of(name, settings) for name in names)
-    assert share["test"] == pytest.approx(400, abs=80)
-    assert share["validation"] == pytest.approx(400, abs=80)
+    assert share["test"] == pytest.approx(500, abs=80)
+    assert share["validation"] == pytest.approx(500, abs=80)
     assert len(list(example_folder.glob("shard-?????"))) > 1
 
 
