@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from intentkv import __version__
-from intentkv.config import ConfigError, load_config
+from intentkv.config import Config, ConfigError, load_config
 from intentkv.methods import method_info, method_names
 
 # Newer typer carries its own copy of click: the class both export is the way to the base of all usage errors.
@@ -51,6 +51,7 @@ def _fail(message: str) -> int:
 
 _SERVER = "install SGLang and run: pip install 'intentkv[server]'"
 _EVAL = "run: pip install 'intentkv[eval]'"
+_TRAIN = "run: pip install 'intentkv[train]'"
 
 
 @contextmanager
@@ -101,15 +102,53 @@ def serve(
     method: Annotated[str | None, typer.Option(help="Which tokens stay; `intentkv methods` lists them.")] = None,
     budget: Annotated[int | None, typer.Option(help="Tokens a request keeps resident.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML or JSON file with these and all other options.")] = None,
+    head: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a trained head, for the learned methods; default: the packaged one, for the default model."),
+    ] = None,
+    record: Annotated[Path | None, typer.Option(help="Log every request into this folder (messages, token ids, figures).")] = None,
+    record_limit_mb: Annotated[int | None, typer.Option(help="Size of all logs together; the oldest are deleted.")] = None,
     stock: Annotated[bool, typer.Option("--stock/--no-stock", help="The same server without the plugin, to compare with.")] = False,
 ) -> int:
     """Start an SGLang server that evicts KV tokens and keeps prefix hits.
 
     Every other flag goes to SGLang as it is, for example: intentkv serve --model DIR --budget 8192 --port 30000 --tp-size 2
     """
-    settings = load_config(config, method=method, budget=budget)
+    if head is None and model is None and method is not None:
+        from intentkv.head import packaged_head
+
+        head = packaged_head(method)
+    settings = load_config(config, method=method, budget=budget, head=head, record=record, record_limit_mb=record_limit_mb)
+    return _serve(context, model, settings, stock)
+
+
+def _serve(context: typer.Context, model: str | None, settings: Config, stock: bool) -> int:
     with _room("intentkv_sglang.launcher", _SERVER) as launcher:
         status: int = launcher.serve(model, settings, stock, list(context.args))
+    return status
+
+
+@app.command(context_settings=_PASS_ON)
+def record(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the logs; made when missing, readable by you alone.")],
+    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id (SGLang's --model-path).")] = None,
+    limit_mb: Annotated[int | None, typer.Option(help="Size of all logs together; the oldest are deleted.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML or JSON file with all other options.")] = None,
+) -> int:
+    """Serve and log every request, for training: messages, token ids, tool calls and figures; never headers or keys.
+
+    Same as `intentkv serve --record DIR`, with nothing evicted unless the configuration file names a method. Other flags go to SGLang.
+    """
+    settings = load_config(config, method=None if config else "full", record=folder, record_limit_mb=limit_mb)
+    return _serve(context, model, settings, stock=False)
+
+
+@app.command(context_settings=_PASS_ON | {"help_option_names": []}, add_help_option=False)
+def train(context: typer.Context) -> int:
+    """Make examples from logs, train a head, evaluate it: `intentkv train --help` lists the steps."""
+    with _room("intentkv_training.cli", _TRAIN) as room:
+        status: int = room.main(list(context.args))
     return status
 
 

@@ -20,7 +20,7 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from intentkv.methods import method_names
+from intentkv.methods import method_names, method_problem
 
 
 class ConfigError(ValueError):
@@ -74,6 +74,14 @@ class Config(BaseSettings):
     """Who may match a pruned prefix; ``any`` is the only mode yet."""
     seed: int = 0
     """Seed of the ``random`` method."""
+    head: Path | None = None
+    """Folder of a trained head, for the learned methods (``intentkv train fit`` writes one)."""
+    record: Path | None = None
+    """Folder for logs of all requests (messages, token ids, figures); None: nothing is recorded."""
+    record_limit_mb: int = Field(default=1024, ge=1)
+    """Size of all logs together, in MB; the oldest shards are deleted beyond it."""
+    record_shard_mb: int = Field(default=64, ge=1)
+    """Size at which a new log file is begun, in MB."""
     debug: bool = False
     """Assert the invariants after every change (slow)."""
 
@@ -173,9 +181,17 @@ def load_config(path: Path | None = None, **overrides: Any) -> Config:
     try:
         # The environment is stronger than the file: only fields it leaves unset are taken from there.
         env = Config().model_fields_set
-        return Config(**{k: v for k, v in values.items() if k not in env or k in given} | given)
+        config = Config(**{k: v for k, v in values.items() if k not in env or k in given} | given)
     except ValidationError as error:
         raise ConfigError(_one_sentence(error, "Option", Config)) from error
+    problem = method_problem(config.method, config)
+    if problem is not None:
+        raise ConfigError(problem)
+    if config.head is not None:  # requests may name its method, so it must be sound whatever the server's own method is
+        from intentkv.head import load_head
+
+        load_head(config.head)
+    return config
 
 
 def parse_request_options(raw: object) -> RequestOptions:

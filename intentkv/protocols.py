@@ -30,6 +30,11 @@ class KeyReader(Protocol):
         """[n] int64, the live positions below ``end``, ascending; must not wait for the device."""
         ...
 
+    @property
+    def n_layers(self) -> int:
+        """L, the layers that are scored."""
+        ...
+
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -43,6 +48,16 @@ class KeyReader(Protocol):
         Returns:
             [n] float32.
         """
+        ...
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Like :meth:`scores`, before the sum over layers: [L, n] float32."""
+        ...
+
+    def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
+        """Keys of ``positions`` ([n] int64, live), averaged over scored layers and KV heads: [n, D] float32."""
         ...
 
 

@@ -24,6 +24,7 @@ def attention_probabilities(
     scaling: float,
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
+    block: int = _QUERY_BLOCK,
 ) -> Iterator[torch.Tensor]:
     """Softmax attention of ``queries`` over ``keys``, a block of queries at a time.
 
@@ -31,6 +32,7 @@ def attention_probabilities(
         queries: [n_q, H_q, D] post-RoPE.
         keys: [n, H_kv, D] post-RoPE; query head h reads KV head h // (H_q // H_kv).
         query_positions: [n_q] int64; with ``key_positions`` [n] int64, keys after a query are masked (causal).
+        block: queries at a time; bounds the logits to H_q x block x n floats.
 
     Yields:
         [H_q, block, n] float32 probabilities; a query that sees no key has a row of zeros.
@@ -39,11 +41,11 @@ def attention_probabilities(
     kv_heads = keys.shape[1]
     grouped = queries.float().reshape(n_queries, kv_heads, q_heads // kv_heads, dim)
     by_head = keys.float().permute(1, 2, 0)
-    for start in range(0, n_queries, _QUERY_BLOCK):
-        block = grouped[start : start + _QUERY_BLOCK]
-        size = block.shape[0]
+    for start in range(0, n_queries, block):
+        some = grouped[start : start + block]
+        size = some.shape[0]
         # [H_kv, group * block, D] @ [H_kv, D, n]: one matrix product per KV head
-        logits = torch.matmul(block.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim), by_head) * scaling
+        logits = torch.matmul(some.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim), by_head) * scaling
         logits = logits.view(q_heads, size, -1)
         if query_positions is not None and key_positions is not None:
             hidden = key_positions[None, :] > query_positions[start : start + size, None]
@@ -60,6 +62,7 @@ def key_scores(
     reduction: Reduction,
     query_positions: torch.Tensor | None = None,
     key_positions: torch.Tensor | None = None,
+    block: int = _QUERY_BLOCK,
 ) -> torch.Tensor:
     """One score a key, summed over query heads.
 
@@ -73,7 +76,7 @@ def key_scores(
     if n_queries == 0 or keys.shape[0] == 0:
         return torch.zeros(keys.shape[0], dtype=torch.float32, device=keys.device)
     total = torch.zeros(q_heads, keys.shape[0], dtype=torch.float32, device=keys.device)
-    for alpha in attention_probabilities(queries, keys, scaling, query_positions, key_positions):
+    for alpha in attention_probabilities(queries, keys, scaling, query_positions, key_positions, block):
         if reduction == "mass":
             total += alpha.sum(1)
         elif reduction == "energy":
@@ -92,6 +95,12 @@ class LayerwiseKeys(ABC):
     """Layer ids to score, ascending."""
     scaling: float
     """Multiplies q.k to give the attention logit."""
+    query_block: int = _QUERY_BLOCK
+    """Queries scored at a time."""
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)
 
     @abstractmethod
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
@@ -105,5 +114,27 @@ class LayerwiseKeys(ABC):
         key_positions = positions if query_positions is not None else None
         for index, layer in enumerate(self.layers):
             keys = self.keys(layer, positions)
-            total += key_scores(queries[index], keys, self.scaling, reduction, query_positions, key_positions)
+            total += key_scores(queries[index], keys, self.scaling, reduction, query_positions, key_positions, self.query_block)
         return total
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.layer_scores`."""
+        at = positions if query_positions is not None else None
+        return torch.stack(
+            [
+                key_scores(queries[i], self.keys(layer, positions), self.scaling, reduction, query_positions, at, self.query_block)
+                for i, layer in enumerate(self.layers)
+            ]
+        )
+
+    def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.mean_keys`."""
+        total: torch.Tensor | None = None
+        for layer in self.layers:
+            mean = self.keys(layer, positions).mean(1)
+            total = mean if total is None else total.add_(mean)
+        if total is None:
+            raise ValueError("there are no layers to average")
+        return total / len(self.layers)

@@ -11,7 +11,10 @@ import torch
 
 @dataclass
 class SessionState:
-    """Memory of one session. The tensors in ``memory`` belong to whichever aggregator named them."""
+    """Memory of one session. The tensors in ``memory`` belong to whichever aggregator named them.
+
+    A tensor of one or two dimensions has a row a position; one of three dimensions has none.
+    """
 
     key: str
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -30,7 +33,7 @@ class SessionState:
         """Forget per-position memory from ``length`` on: other tokens stand there now."""
         self.scored_length = min(self.scored_length, length)
         for name, value in self.memory.items():
-            if value.dim() == 1:
+            if value.dim() <= 2:
                 self.memory[name] = value[:length]
 
     def fork(self, key: str, length: int) -> SessionState:
@@ -42,7 +45,7 @@ class SessionState:
         whole = length + 1 >= self.tip
         memory = {}
         for name, value in self.memory.items():
-            if value.dim() == 1:
+            if value.dim() <= 2:
                 memory[name] = value[:length].clone()
             elif whole:
                 memory[name] = value.clone()

@@ -49,7 +49,7 @@ install() {
     "${pip[@]}" --no-deps "$TRITON" || fail "pip could not install $TRITON; see its message above."
   fi
   say "Installing IntentKV from this checkout (editable)"
-  "${pip[@]}" --no-build-isolation -c "$PINS" -e "${ROOT}[server,eval,dev]" || fail "pip could not install this checkout; see its message above."
+  "${pip[@]}" --no-build-isolation -c "$PINS" -e "${ROOT}[server,eval,train,dev]" || fail "pip could not install this checkout; see its message above."
 }
 
 setup() {

@@ -24,12 +24,12 @@ from rich.table import Table
 from tqdm import tqdm
 
 from intentkv.config import ConfigError
+from intentkv.trajectories import load_dataset
 from intentkv_eval import bench_arms
 from intentkv_eval.bench_arms import Arm, Command, Endpoint, Kind, Origin, Servers, connection, parse_arm
 from intentkv_eval.bench_counters import PruneCounters, PruneFigures, read_counters
 from intentkv_eval.bench_prompts import Dialogue, Frames, Session, joined_sessions, open_frames, recorded_sessions
 from intentkv_eval.client import RequestFailed, ServerClient, generate_body
-from intentkv_eval.trajectories import load_dataset
 from intentkv_eval.turns import SKIPPED, Percentiles, TurnRecord, aggregate, finished
 
 RESULT_FILE = "bench_capacity.json"

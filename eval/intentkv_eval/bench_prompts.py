@@ -15,9 +15,10 @@ from itertools import cycle
 from typing import NamedTuple
 
 from intentkv.config import ConfigError
+from intentkv.conversation import Conversation
 from intentkv.templates import Template
-from intentkv_eval.conversation import Conversation, Tokenize, choose_template, encode
-from intentkv_eval.trajectories import Trajectory
+from intentkv.trajectories import Trajectory
+from intentkv_eval.conversation import Tokenize, choose_template, encode
 
 _GAP = "\x00"
 

@@ -19,10 +19,10 @@ from typer.core import TyperCommand
 
 from intentkv.cli import OneLineErrors
 from intentkv.config import ConfigError, load_config
+from intentkv.trajectories import Dataset, load_dataset
 from intentkv_eval.client import RequestFailed, connect
 from intentkv_eval.replay import Plan, ReplayOptions, make_plans, replay
 from intentkv_eval.server import ServerError, running_server
-from intentkv_eval.trajectories import Dataset, load_dataset
 from intentkv_eval.turns import Aggregates
 
 RESULT_FILE = "capacity.json"

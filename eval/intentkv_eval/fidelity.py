@@ -24,13 +24,13 @@ from typer.core import TyperCommand
 
 from intentkv.cli import OneLineErrors
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
-from intentkv.methods import method_names
+from intentkv.intervals import Interval, bootstrap
+from intentkv.methods import method_info, method_names
+from intentkv.trajectories import Dataset, load_dataset
 from intentkv_eval.cases import Case, Settings, find_cases
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body, plugin_figures
-from intentkv_eval.intervals import Interval, bootstrap
 from intentkv_eval.provenance import Provenance, collect
 from intentkv_eval.server import ServerError, running_server
-from intentkv_eval.trajectories import Dataset, load_dataset
 from intentkv_eval.turns import OK
 
 ROWS_FILE = "rows.jsonl"
@@ -319,7 +319,7 @@ def main(
 
     Every other flag goes to the server it starts. Exit status 1 when a measurement failed or the server did not start.
     """
-    wanted = arms(methods or method_names(), ratios or _RATIOS)
+    wanted = arms(methods or [m for m in method_names() if not method_info(m).needs_head], ratios or _RATIOS)
     dataset = load_dataset(files)
     choice = Choice(per_source, tools, template)
     if url is not None and context.args:

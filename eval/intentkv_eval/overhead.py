@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from intentkv_eval.trajectories import Message, ToolCall
+from intentkv.trajectories import Message, ToolCall
 
 EMBEDDER = "character-trigram counts"
 """Of a call's name and arguments; what near duplicates are near in."""

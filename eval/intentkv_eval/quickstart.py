@@ -25,13 +25,14 @@ from typer.core import TyperCommand
 
 from intentkv.cli import OneLineErrors
 from intentkv.config import load_config
+from intentkv.conversation import render
+from intentkv.trajectories import Trajectory, load_dataset
 from intentkv_eval.client import connect
-from intentkv_eval.conversation import Tokenize, choose_template, encode, render
+from intentkv_eval.conversation import Tokenize, choose_template, encode
 from intentkv_eval.replay import TURNS_FILE, ReplayOptions, replay
 from intentkv_eval.report import write_report
 from intentkv_eval.runs import load_run
 from intentkv_eval.server import ServerError, running_server
-from intentkv_eval.trajectories import Trajectory, load_dataset
 from intentkv_eval.turns import Aggregates
 from intentkv_eval.world import Needle, Session, research_session
 

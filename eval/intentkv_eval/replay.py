@@ -18,13 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tqdm import tqdm
 
 from intentkv.config import ConfigError, RequestOptions, parse_request_options
+from intentkv.conversation import Conversation
+from intentkv.trajectories import Dataset, Trajectory, load_dataset
 from intentkv_eval.bench_counters import PruneCounters, PruneFigures, parse_counters
 from intentkv_eval.client import RequestFailed, ServerClient, connect, generate_body
-from intentkv_eval.conversation import Conversation, choose_template, encode
+from intentkv_eval.conversation import choose_template, encode
 from intentkv_eval.overhead import CallCounts, count_calls
 from intentkv_eval.provenance import Provenance, collect
 from intentkv_eval.samples import sampling
-from intentkv_eval.trajectories import Dataset, Trajectory, load_dataset
 from intentkv_eval.turns import SKIPPED, Aggregates, TurnRecord, aggregate, finished
 
 TURNS_FILE = "turns.jsonl"

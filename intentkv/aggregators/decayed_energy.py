@@ -15,6 +15,50 @@ from intentkv.spans import Prompt
 _MEMORY = "assistant_energy"
 
 
+def turn_energy(captured: Captured, keys: KeyReader, by_layer: bool = False) -> torch.Tensor | None:
+    """Energy of one assistant turn's queries, 0 at dead positions; None when it is no such turn.
+
+    Returns:
+        [end of the turn] float32; with ``by_layer`` [end, L].
+    """
+    if captured.span.role != "assistant" or captured.positions.numel() == 0:
+        return None
+    end = captured.span.end
+    visible = keys.live_before(end)
+    if by_layer:
+        found = keys.layer_scores(captured.queries, visible, "energy", captured.positions).T
+    else:
+        found = keys.scores(captured.queries, visible, "energy", captured.positions)
+    energy = torch.zeros(end, *found.shape[1:], dtype=torch.float32, device=visible.device)
+    energy[visible] = found
+    return energy
+
+
+def decayed(past: torch.Tensor | None, energy: torch.Tensor, decay: float) -> torch.Tensor:
+    """e^-decay past + energy, per position: the shape of ``energy``, whose first rows ``past`` covers."""
+    memory = energy.clone()
+    if past is not None:
+        n = min(energy.shape[0], past.shape[0])
+        memory[:n] += math.exp(-decay) * past[:n]
+    return memory
+
+
+def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
+    """Energy of ``history`` ([n] int64) under the observation window: [n] float32, 0 without one."""
+    at = torch.searchsorted(keys.live, history)
+    total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+    for window in (c for c in captured if c.span.role != "assistant"):
+        total = total + keys.scores(window.queries, keys.live, "energy", window.positions)[at]
+    return total
+
+
+def remembered(memory: torch.Tensor | None, history: torch.Tensor) -> torch.Tensor:
+    """Values of a per-position ``memory`` ([m]) at ``history`` ([n] int64): [n] float32, 0 behind its end."""
+    if memory is None or not memory.numel():
+        return torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+    return torch.where(history >= memory.shape[0], 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
+
+
 @dataclass(frozen=True)
 class DecayedEnergy:
     """s <- e^-lambda s + sum over heads of mean_i alpha_ij^2, once per assistant turn.
@@ -29,31 +73,25 @@ class DecayedEnergy:
     decay: float
 
     def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
-        if captured.span.role != "assistant" or captured.positions.numel() == 0:
-            return
-        end = captured.span.end
-        visible = keys.live_before(end)
-        memory = torch.zeros(end, dtype=torch.float32, device=visible.device)
-        past = state.memory.get(_MEMORY)
-        if past is not None:
-            n = min(end, past.shape[0])
-            memory[:n] = math.exp(-self.decay) * past[:n]
-        memory[visible] += keys.scores(captured.queries, visible, "energy", captured.positions)
-        state.memory[_MEMORY] = memory
-        state.scored_length = end
+        energy = turn_energy(captured, keys)
+        if energy is not None:
+            self.fold(state, energy)
+
+    def fold(self, state: SessionState, energy: torch.Tensor) -> None:
+        """Add one turn's ``energy`` ([end of the turn] float32) to the session's memory."""
+        state.memory[_MEMORY] = decayed(state.memory.get(_MEMORY), energy, self.decay)
+        state.scored_length = energy.shape[0]
 
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
         unseen = history >= state.scored_length
-        scores = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
-        memory = state.memory.get(_MEMORY)
-        if memory is not None and memory.numel():
-            scores = torch.where(unseen, 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
         # On a GPU the window is scored in any case: asking whether somebody needs it would wait for the device.
-        if history.is_cuda or bool(unseen.any()):
-            at = torch.searchsorted(keys.live, history)
-            for window in (c for c in captured if c.span.role != "assistant"):
-                energy = keys.scores(window.queries, keys.live, "energy", window.positions)
-                scores = scores + torch.where(unseen, energy[at], 0.0)
-        return scores
+        window = window_energy(history, captured, keys) if history.is_cuda or bool(unseen.any()) else None
+        return self.combined(state, history, window)
+
+    def combined(self, state: SessionState, history: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+        """Memory where an assistant turn has seen the position, else ``window`` ([n] float32)."""
+        unseen = history >= state.scored_length
+        scores = torch.where(unseen, 0.0, remembered(state.memory.get(_MEMORY), history))
+        return scores if window is None else scores + torch.where(unseen, window, 0.0)

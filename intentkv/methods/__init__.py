@@ -6,6 +6,7 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,8 @@ class MethodInfo:
     name: str
     summary: str
     source: str
+    needs_head: bool = False
+    """Whether it loads a trained head (``Config.head``)."""
 
 
 @cache
@@ -54,7 +57,7 @@ def method_info(name: str) -> MethodInfo:
         KeyError: no such method.
     """
     module = _module(name)
-    return MethodInfo(name, module.SUMMARY, module.SOURCE)
+    return MethodInfo(name, module.SUMMARY, module.SOURCE, getattr(module, "NEEDS_HEAD", False))
 
 
 def build_method(name: str, config: Config) -> Method:
@@ -62,6 +65,35 @@ def build_method(name: str, config: Config) -> Method:
 
     Raises:
         KeyError: no such method.
+        ConfigError: its head is missing or damaged.
     """
     method: Method = _module(name).build(config)
     return method
+
+
+def method_problem(name: str, config: Config) -> str | None:
+    """One sentence when ``config`` has no head for the method ``name``, which needs one; else None.
+
+    Raises:
+        KeyError: no such method.
+        ConfigError: the head is missing or damaged.
+    """
+    if not method_info(name).needs_head:
+        return None
+    if config.head is None:
+        return f"Method {name!r} needs a trained head; give --head DIR ('intentkv train fit' writes one)."
+    from intentkv.head import load_head
+
+    wanted = load_head(config.head).config.method
+    return None if name == wanted else f"The head in {str(config.head)!r} belongs to method {wanted!r}; choose that method or another head."
+
+
+def head_folder(config: Config) -> Path:
+    """Where the configuration says the trained head is.
+
+    Raises:
+        ValueError: nowhere; :func:`method_problem` says so to users before a method is built.
+    """
+    if config.head is None:
+        raise ValueError("a learned method was built without a head")
+    return config.head

@@ -26,6 +26,8 @@ HOOK_SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
 HOOK_BATCH_RESULT = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
 HOOK_CONTROL = "sglang.srt.managers.scheduler.Scheduler.handle_dumper_control"
 HOOK_VALIDATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
+HOOK_CHAT_REQUEST = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._convert_to_internal_request"
+HOOK_FINISHED = "sglang.srt.utils.request_logger.RequestLogger.log_finished_request"
 HOOK_HTTP_SERVER = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 SCHEDULER_HOOKS = (HOOK_POOL_INIT, HOOK_BATCH_INIT, HOOK_SCHEDULER_INIT, HOOK_BATCH_RESULT, HOOK_CONTROL)
 
@@ -35,6 +37,7 @@ _SIGNATURES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (HOOK_BATCH_RESULT, ("batch", "result")),
     (HOOK_CONTROL, ("recv_req",)),
     (HOOK_VALIDATE_REQUEST, ("obj", "input_ids")),
+    (HOOK_FINISHED, ("obj", "out")),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_finished_req", ("req", "is_insert", "kv_len_to_handle")),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.cache_unfinished_req", ("req", "chunked")),
     (

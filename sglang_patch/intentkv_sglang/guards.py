@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from intentkv.config import Config
+from intentkv.head import ModelShape, load_head
 from intentkv_sglang import compat
 from intentkv_sglang.live_view import BACKENDS
 
@@ -122,6 +124,22 @@ def context_problems(ctx: Any) -> list[str]:
     if getattr(getattr(ctx.model_config, "attention_arch", None), "name", None) == "MLA":
         problems.append("IntentKV does not support MLA attention: serve an MHA or GQA model.")
     return problems
+
+
+def head_problems(config: Config, server_args: Any) -> list[str]:
+    """One sentence when the trained head of ``config`` does not fit the model or the ranks that ``server_args`` name.
+
+    Raises:
+        ConfigError: the head is missing or damaged.
+    """
+    if config.head is None:
+        return []
+    head = load_head(config.head).config
+    if (server_args.tp_size or 1) > 1:
+        return ["IntentKV does not support a trained head with tensor parallelism: start with --tp-size 1, or with another method."]
+    shape = ModelShape.of(server_args.get_model_config().hf_config)
+    problem = head.problem(shape, config.layer_stride)
+    return [problem] if problem else []
 
 
 def backend_problems(attn_backend: Any) -> list[str]:

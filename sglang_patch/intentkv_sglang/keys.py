@@ -42,3 +42,14 @@ class PoolKeys(LayerwiseKeys):
 
         key_positions = positions if query_positions is not None else None
         return paged_key_scores(queries, self._pages, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
+
+    def layer_scores(
+        self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As :meth:`scores`, not summed over layers."""
+        if not positions.is_cuda or reduction == "max":
+            return super().layer_scores(queries, positions, reduction, query_positions)
+        from intentkv.kernels.attention_scores import paged_layer_scores
+
+        key_positions = positions if query_positions is not None else None
+        return paged_layer_scores(queries, self._pages, self._slots[positions], self.scaling, reduction, query_positions, key_positions)

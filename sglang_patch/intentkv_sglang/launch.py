@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 
+from intentkv.config import config_from_environment
 from intentkv_sglang.vision import ensure_torchvision_imports
 
 ensure_torchvision_imports()
@@ -30,6 +31,7 @@ def main(arguments: list[str]) -> int:
     server_args = prepare_server_args(arguments)
     if server_args.radix_cache_backend == compat.BACKEND_NAME:
         problems = guards.environment_problems() + guards.server_problems(server_args)
+        problems += guards.head_problems(config_from_environment(), server_args)
         for problem in problems:
             print(f"Error: {problem}", file=sys.stderr)
         if problems:

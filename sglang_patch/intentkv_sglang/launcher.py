@@ -59,6 +59,15 @@ def server_environment(config: Config, stock: bool, local_model: bool, cpu: bool
     return environment
 
 
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"Cannot record into {str(folder)!r}: {error.strerror}; give a folder that can be written.") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"Cannot record into {str(folder)!r}: it is not writable; give a folder that can be written.")
+
+
 def serve(model: str | None, config: Config, stock: bool, extra: list[str]) -> int:
     """Replace this process by the server (same pid, so a supervisor's signals reach it).
 
@@ -74,6 +83,10 @@ def serve(model: str | None, config: Config, stock: bool, extra: list[str]) -> i
         raise ConfigError("Give the model once, with --model.")
     if not stock and _given("--radix-cache-backend", extra):
         raise ConfigError("--radix-cache-backend is set by 'intentkv serve'; leave it out, or use --stock.")
+    if stock and config.record is not None:
+        raise ConfigError("A stock server cannot record: leave out --record or --stock.")
+    if config.record is not None:
+        _check_writable(config.record)
     if model is None:
         from intentkv_sglang.default_model import ensure_default_model
 

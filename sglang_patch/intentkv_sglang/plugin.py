@@ -46,6 +46,22 @@ def register() -> None:
         # The HTTP side lives in the main process only; hooking it elsewhere would import FastAPI into every scheduler.
         HookRegistry.register(compat.HOOK_VALIDATE_REQUEST, routes.validate_request, HookType.BEFORE)
         HookRegistry.register(compat.HOOK_HTTP_SERVER, routes.add_routes, HookType.BEFORE)
+        _record()
+
+
+def _record() -> None:
+    """Log requests, when the configuration says where to."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    config = config_from_environment()
+    if config.record is None:
+        return
+    from intentkv_sglang.recorder import Recorder
+
+    recorder = Recorder(config)
+    HookRegistry.register(compat.HOOK_VALIDATE_REQUEST, recorder.note_prompt, HookType.BEFORE)
+    HookRegistry.register(compat.HOOK_CHAT_REQUEST, recorder.note_chat, HookType.AFTER)
+    HookRegistry.register(compat.HOOK_FINISHED, recorder.note_finished, HookType.BEFORE)
 
 
 def create_cache(ctx: Any) -> Any:

@@ -6,12 +6,19 @@ Control routes are ordinary routes of the server's own application, so its API-k
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
-from intentkv.config import ConfigError, parse_request_options
+from intentkv.config import Config, ConfigError, config_from_environment, parse_request_options
+from intentkv.methods import method_problem
 from intentkv_sglang import dashboard
 from intentkv_sglang.compat import BACKEND_NAME
 from intentkv_sglang.status import STATUS_COMMAND
+
+
+@cache
+def _server_config() -> Config:
+    return config_from_environment()
 
 
 def validate_request(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
@@ -29,6 +36,9 @@ def validate_request(manager: Any, obj: Any, *args: Any, **kwargs: Any) -> None:
     if params is None or params.get(BACKEND_NAME) is None:
         return
     options = parse_request_options(params[BACKEND_NAME])
+    problem = method_problem(options.method, _server_config()) if options.method is not None else None
+    if problem is not None:
+        raise ConfigError(problem)
     text = json.dumps(options.model_dump(exclude_none=True, exclude_defaults=True))
     obj.sampling_params["custom_params"] = {**params, BACKEND_NAME: text}
 

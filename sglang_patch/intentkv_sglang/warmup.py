@@ -7,7 +7,7 @@ import torch
 from intentkv.config import Config
 from intentkv.kernels.compact import compact_rows
 from intentkv.kernels.paged_keys import PagedKeys
-from intentkv.methods import build_method, method_names
+from intentkv.methods import build_method, method_names, method_problem
 from intentkv.protocols import Aggregator, Captured, CaptureRequest, QuerySource
 from intentkv.selection import top_positions
 from intentkv.sessions import SessionState
@@ -28,7 +28,7 @@ def rehearse(config: Config, pages: PagedKeys, bank: QueryBank, req_to_token: to
     """
     rows = torch.zeros(1, dtype=torch.int64, device=req_to_token.device)
     compact_rows(req_to_token, rows, rows, rows)
-    for method in [build_method(name, config) for name in method_names()]:
+    for method in [build_method(name, config) for name in method_names() if method_problem(name, config) is None]:
         if method.aggregator is not None:
             for turn in (_SHORT_TURN, max(_SHORT_TURN, method.queries.decode_limit)):
                 _score(method.queries, method.aggregator, turn, pages, bank, scaling)

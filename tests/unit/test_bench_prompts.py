@@ -12,10 +12,10 @@ import pytest
 from intentkv.config import ConfigError
 from intentkv.spans import PromptParser
 from intentkv.templates import TEMPLATES, Template
+from intentkv.trajectories import Message, Trajectory
 from intentkv_eval.bench_prompts import Dialogue, Frames, Session, joined_sessions, make_frames, recorded_sessions
 from intentkv_eval.conversation import Tokenize, encode
 from intentkv_eval.replay import plan_turns
-from intentkv_eval.trajectories import Message, Trajectory
 
 pytestmark = pytest.mark.unit
 

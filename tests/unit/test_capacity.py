@@ -12,12 +12,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from intentkv.config import ConfigError
+from intentkv.conversation import Conversation
+from intentkv.trajectories import Dataset, Message, Trajectory
 from intentkv_eval import capacity
 from intentkv_eval.capacity import pool_size
-from intentkv_eval.conversation import Conversation
 from intentkv_eval.replay import Plan, ReplayOptions, Turn
 from intentkv_eval.server import Server, ServerError
-from intentkv_eval.trajectories import Dataset, Message, Trajectory
 from intentkv_eval.turns import TurnRecord, aggregate
 
 pytestmark = pytest.mark.unit

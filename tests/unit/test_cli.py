@@ -52,6 +52,15 @@ def test_serve_passes_everything_on(serve_calls: list[Any], tmp_path: Path) -> N
     assert extra == ["--tp-size", "2", "--mem-fraction-static=0.5", "-x", "--enable-metrics", "--port", "3"]
 
 
+def test_record_serves_and_evicts_nothing(serve_calls: list[Any], tmp_path: Path) -> None:
+    """Catches a record command that evicts by default, or loses SGLang's flags."""
+    result = RUNNER.invoke(cli.app, ["record", str(tmp_path / "logs"), "--model", "m", "--limit-mb", "7", "--port", "1234"])
+    assert result.exit_code == 3, "the server's exit status"
+    ((model, settings, stock, extra),) = serve_calls
+    assert (model, stock, extra) == ("m", False, ["--port", "1234"])
+    assert (settings.method, settings.record, settings.record_limit_mb) == ("full", tmp_path / "logs", 7)
+
+
 def test_doctor_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches flags that doctor checks a server without."""
     _replace(monkeypatch, "intentkv_sglang.doctor", run=lambda extra: len(extra))
@@ -60,6 +69,10 @@ def test_doctor_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BAD = {
     "unknown method": ["serve", "--method", "nope"],
+    "learned method without a head": ["serve", "--method", "assistant-learned"],
+    "head that is not there": ["serve", "--head", "missing"],
+    "record into no room": ["record", "logs", "--limit-mb", "0"],
+    "record to nowhere": ["record"],
     "budget of nothing": ["serve", "--budget", "0"],
     "budget that is no number": ["serve", "--budget", "many"],
     "config file that is not there": ["serve", "--config", "missing.toml"],
@@ -108,6 +121,7 @@ def test_bad_input_is_one_line_and_status_2(name: str, tmp_path: Path, monkeypat
         (["doctor"], "intentkv_sglang", "intentkv[server]"),
         (["replay", "--input", "x", "--out", "y"], "httpx", "intentkv[eval]"),
         (["report", "x"], "plotly", "intentkv[eval]"),
+        (["train", "fit"], "accelerate", "intentkv[train]"),
     ],
 )
 def test_missing_package_names_the_extra(command: list[str], missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +169,7 @@ main()
     assert all(line.endswith("]") for line in lines)
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["replay"], ["report"], ["doctor"], ["methods"]])
+@pytest.mark.parametrize("command", [[], ["serve"], ["record"], ["replay"], ["report"], ["doctor"], ["methods"]])
 def test_help_explains_every_option(command: list[str]) -> None:
     """Catches a command or option without a word of help."""
     result = RUNNER.invoke(cli.app, [*command, "--help"], env={"COLUMNS": "200"})

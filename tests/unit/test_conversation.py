@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import pytest
 
 from intentkv.config import ConfigError
+from intentkv.conversation import Conversation, render
 from intentkv.templates import TEMPLATES
-from intentkv_eval.conversation import Conversation, choose_template, encode, render
-from intentkv_eval.trajectories import Message, ToolCall, Trajectory
+from intentkv.trajectories import Message, ToolCall, Trajectory
+from intentkv_eval.conversation import choose_template, encode
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from intentkv.config import ConfigError
-from intentkv_eval.conversation import render
-from intentkv_eval.trajectories import load_dataset
+from intentkv.conversation import render
+from intentkv.trajectories import load_dataset
 from intentkv_eval.world import research_session
 from intentkv_sglang import default_model as conversion
 from intentkv_sglang.default_model import ensure_default_model, make_tiny_model

@@ -19,13 +19,13 @@ import pytest
 from typer.testing import CliRunner
 
 from intentkv.config import ConfigError
+from intentkv.conversation import Conversation, EncodedMessage
+from intentkv.intervals import bootstrap
+from intentkv.trajectories import Message, Trajectory
 from intentkv_eval import fidelity
 from intentkv_eval.cases import Case, Settings, find_cut
 from intentkv_eval.client import RequestFailed, ServerClient
-from intentkv_eval.conversation import Conversation, EncodedMessage
 from intentkv_eval.fidelity import Arm, Row, align, arms, run_case, summarise
-from intentkv_eval.intervals import bootstrap
-from intentkv_eval.trajectories import Message, Trajectory
 
 pytestmark = pytest.mark.unit
 

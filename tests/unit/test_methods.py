@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from intentkv.config import Config
+from intentkv.head import HeadConfig, ModelShape, ResidualHead, save_head
 from intentkv.methods import build_method, method_info, method_names
 from intentkv.selection import top_positions
 from intentkv.sessions import SessionState
@@ -13,11 +14,33 @@ from intentkv.spans import Prompt, Span
 
 pytestmark = pytest.mark.unit
 
-SCORING = [name for name in method_names() if build_method(name, Config()).aggregator is not None]
+SCORING = [name for name in method_names() if name != "full"]
 CONVERSATION = [
     ("system", 6), ("user", 5), ("assistant", 9), ("tool", 40), ("assistant", 7), ("tool", 12), ("tool", 5), ("assistant", 3),
     ("user", 8),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heads(tmp_path_factory):
+    """A random head for each learned method, shaped for the fake request."""
+    shape = ModelShape(model_type="fake", layers=2, query_heads=4, kv_heads=2, head_dim=8)
+    folder = tmp_path_factory.mktemp("heads")
+    for rule, feature_set, residual in (("intentkv", "published", "additive"), ("assistant", "layered", "log")):
+        head = ResidualHead(HeadConfig(rule=rule, feature_set=feature_set, residual=residual, shape=shape))
+        torch.nn.init.normal_(head.output.weight, generator=torch.Generator().manual_seed(1))
+        save_head(head, folder / f"{rule}-learned")
+    HEADS["folder"] = folder
+    return folder
+
+
+HEADS = {}
+
+
+def method_of(name, **options):
+    """The method, with the head made for it."""
+    head = HEADS["folder"] / name if method_info(name).needs_head else None
+    return build_method(name, Config(head=head, **options))
 
 
 def prompt_of(conversation, generation=3):
@@ -30,7 +53,7 @@ def prompt_of(conversation, generation=3):
 
 def turn(name, request, prompt, capture, state=None, forced=True):
     """One request as an engine serves it: capture, absorb, score, select. Returns (scores, history, dead)."""
-    method = build_method(name, Config(window=8, pool=3, turn_queries=4))
+    method = method_of(name, window=8, pool=3, turn_queries=4)
     state = SessionState("session") if state is None else state
     captured = [capture(wanted) for wanted in method.queries.requests(prompt)]
     for part in captured:
@@ -95,7 +118,7 @@ def test_without_queries(fake_request, name, captured):
         scores, history, _ = turn(name, request, prompt, request.no_queries)
     else:
         history = torch.arange(6, 40)
-        scores = build_method(name, Config()).aggregator.score(SessionState("s"), history, [], request, prompt)
+        scores = method_of(name).aggregator.score(SessionState("s"), history, [], request, prompt)
     check(scores, history)
 
 
@@ -134,13 +157,14 @@ def test_unrecognised_template(fake_request, name):
 def test_protected_and_recent_are_honoured(fake_request, name):
     """Catches: a preset that drops the configuration's sinks and recent window."""
     prompt = prompt_of([("user", 30), ("assistant", 30)], generation=0)
-    forced = build_method(name, Config(sinks=5, recent=7)).forced.mask(prompt)
+    forced = method_of(name, sinks=5, recent=7).forced.mask(prompt)
     assert forced[:5].all()
     assert forced[-7:].all()
 
 
 def test_full_never_scores():
-    assert set(method_names()) - set(SCORING) == {"full"}
+    assert build_method("full", Config()).aggregator is None
+    assert all(method_of(name).aggregator is not None for name in SCORING)
 
 
 @pytest.mark.parametrize("name", method_names())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from intentkv.trajectories import Message, ToolCall
 from intentkv_eval.overhead import CallCounts, count_calls
-from intentkv_eval.trajectories import Message, ToolCall
 
 pytestmark = pytest.mark.unit
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from intentkv.templates import TEMPLATES
+from intentkv.trajectories import load_dataset
 from intentkv_eval.conversation import encode
 from intentkv_eval.quickstart import live_in, needle_span, token_span
-from intentkv_eval.trajectories import load_dataset
 from intentkv_eval.world import research_session
 
 pytestmark = pytest.mark.unit

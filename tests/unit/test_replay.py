@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from intentkv.config import ConfigError
+from intentkv.trajectories import Dataset, Message, ToolCall, Trajectory
 from intentkv_eval import client as client_module
 from intentkv_eval import replay as replay_module
 from intentkv_eval.client import ServerClient, connect
 from intentkv_eval.replay import ReplayOptions, Summary, make_plans, replay_plans, request_options, run
 from intentkv_eval.samples import Sample
-from intentkv_eval.trajectories import Dataset, Message, ToolCall, Trajectory
 from intentkv_eval.turns import TurnRecord, aggregate, kv_reads
 
 pytestmark = pytest.mark.unit

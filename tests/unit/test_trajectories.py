@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from intentkv.config import ConfigError
-from intentkv_eval.trajectories import load_dataset
+from intentkv.trajectories import load_dataset
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from typing import Any
 import airportsdata
 import pytest
 
-from intentkv_eval.trajectories import load_dataset
+from intentkv.trajectories import load_dataset
 from intentkv_eval.world import Session, research_session
 
 pytestmark = pytest.mark.unit

@@ -14,6 +14,8 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.model_executor.cuda_graph_config import Backend, CudaGraphConfig, PhaseConfig
 from sglang.srt.server_args import ServerArgs
 
+from intentkv.config import Config
+from intentkv.head import HeadConfig, ModelShape, ResidualHead, save_head
 from intentkv_sglang import compat, guards, plugin
 from intentkv_sglang.launcher import server_arguments
 
@@ -237,3 +239,21 @@ def test_a_backend_without_a_live_view_is_refused():
     assert "--attention-backend" in problem
     assert one_sentence(problem)
     assert guards.backend_problems(Wrapped()) == []
+
+
+def test_a_head_must_fit_the_model_and_the_ranks(tmp_path):
+    """Catches: a head that scores another model's keys, or each rank's share of them, in silence."""
+    shape = ModelShape(model_type="llama", layers=2, query_heads=4, kv_heads=2, head_dim=8)
+    save_head(ResidualHead(HeadConfig(rule="assistant", shape=shape)), tmp_path / "head")
+    config = Config(head=tmp_path / "head")
+    hf = SimpleNamespace(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    args = SimpleNamespace(tp_size=1, get_model_config=lambda: SimpleNamespace(hf_config=hf))
+    assert guards.head_problems(config, args) == []
+    assert guards.head_problems(Config(), SimpleNamespace(tp_size=8)) == []
+    (ranks,) = guards.head_problems(config, SimpleNamespace(tp_size=2))
+    assert "--tp-size 1" in ranks
+    hf.num_hidden_layers = 3
+    (layers,) = guards.head_problems(config, args)
+    assert "layers 2 (the model has 3)" in layers
+    assert one_sentence(ranks)
+    assert one_sentence(layers)

@@ -80,7 +80,7 @@ def test_the_prompt_again_continues(conversation):
 def test_earlier_divergence_forks(conversation, kept):
     """An edited history is another session; it takes along what belongs to the shared part only."""
     first = conversation.turn(PROMPT, output=(20, 21))
-    first.memory = {"scores": torch.arange(11.0), "heads": torch.ones(2, 3)}
+    first.memory = {"scores": torch.arange(11.0), "heads": torch.ones(2, 3, 4)}
     first.scored_length = 11
     fork = conversation.turn([*PROMPT[:kept], 50, 51, 52])
     assert fork is not first
@@ -97,7 +97,7 @@ def test_earlier_divergence_forks(conversation, kept):
 def test_continuing_a_running_session_forks(conversation):
     """Two branches of one conversation at the same time: each its own memory from there on, and the whole of the past."""
     first = conversation.turn(PROMPT, output=(20, 21, 22))
-    first.memory = {"scores": torch.arange(13.0), "heads": torch.ones(2, 3)}
+    first.memory = {"scores": torch.arange(13.0), "heads": torch.ones(2, 3, 4)}
     branch = [*PROMPT, 20, 21, 22]
     state, req = conversation.arrive([*branch, 30, 31])
     assert state is first
@@ -106,7 +106,7 @@ def test_continuing_a_running_session_forks(conversation):
     assert other.memory.keys() == {"scores", "heads"}
     assert other.memory["scores"].numel() == 12
     other.memory["heads"] += 1
-    assert torch.equal(first.memory["heads"], torch.ones(2, 3)), "the branches share a tensor"
+    assert torch.equal(first.memory["heads"], torch.ones(2, 3, 4)), "the branches share a tensor"
     conversation.complete(state, req)
     conversation.complete(other, other_req)
 

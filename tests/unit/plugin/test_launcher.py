@@ -111,6 +111,16 @@ def test_errors(monkeypatch, model, stock, extra, message):
     assert "\n" not in str(caught.value)
 
 
+def test_recording_that_cannot_work(monkeypatch, tmp_path):
+    """Before anything starts. Catches: a server that records nothing in silence."""
+    monkeypatch.setattr(os, "execve", lambda *call: pytest.fail("a server was started"))
+    with pytest.raises(ConfigError, match="stock server cannot record"):
+        launcher.serve("m", Config(record=tmp_path / "logs"), True, [])
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Cannot record into"):
+        launcher.serve("m", Config(record=tmp_path / "file" / "logs"), False, [])
+
+
 @pytest.mark.parametrize(("model", "expected"), [(None, "made"), ("org/name", "org/name"), ("FOLDER", "FOLDER")])
 def test_serve_replaces_the_process(monkeypatch, tmp_path, model, expected):
     """The same Python, our launch module, our environment; the model as a folder where it is one."""

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from intentkv.methods import method_names
+from intentkv.methods import method_info, method_names
 from intentkv.templates import TEMPLATES
 from intentkv_sglang import status
 from intentkv_sglang.figures import KEY
@@ -27,6 +27,7 @@ pytestmark = pytest.mark.unit
 
 SCALING = 8**-0.5
 DECAY = math.exp(-0.5)
+HEADLESS = [name for name in method_names() if not method_info(name).needs_head]
 
 
 class Chat:
@@ -794,7 +795,7 @@ class Agents:
         self.runtime = self.engine.start_runtime(
             self.pick([tokenizer, tokenizer, None]),
             deferred=self.random.random() < 0.5,
-            method=self.pick(m for m in method_names() if m != "full"),
+            method=self.pick(m for m in HEADLESS if m != "full"),
             budget=self.random.randint(10, 50),
             hysteresis=self.pick([0, 0, 10]),
             window=self.random.randint(1, 8),
@@ -841,7 +842,7 @@ class Agents:
             ids = ids[-40:]
         options = self.pick([None, None, {}, {"budget": 25}, {"budget_ratio": 0.3, "hysteresis": 0}, {"keep": [[5, 20]]}])
         if self.random.random() < 0.3:
-            options = {"method": self.pick(method_names())} | (options or {})
+            options = {"method": self.pick(HEADLESS)} | (options or {})
         self.count += 1
         output = self.chat.answer(self.random.randint(1, 9))
         self.histories.append([*ids, *output, *self.chat.newline()])
