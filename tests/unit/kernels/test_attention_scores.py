@@ -108,3 +108,12 @@ def test_refuses_what_it_has_no_kernel_for(interpreted):
     queries, keys, slots = case(1, 2, 2, 1, 16, 10, dtype=torch.float64)
     with pytest.raises(ValueError, match="float64 have no kernel"):
         score(queries, keys, slots, 1.0, "mass")
+
+
+@pytest.mark.parametrize("n_queries", [1, 20])
+def test_layer_by_layer(interpreted, n_queries):
+    """K read once and twice. Catches: a layer in another's place."""
+    queries, keys, slots = case(3, n_queries, 4, 2, 16, 60, scales=[1.0, 0.5, 2.0])
+    got = interpreted("attention_scores").paged_layer_scores(queries, keys, slots, 0.3, "energy")
+    want = torch.stack([key_scores(queries[i], keys.read(i, slots), 0.3, "energy") for i in range(3)])
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -50,6 +50,9 @@ def test_reads_what_was_stored(dtype, picked):
     queries = torch.randn(len(picked), 2, 4, 8, generator=torch.Generator().manual_seed(1))
     total = sum(key_scores(queries[i], read[layer], 0.3, "energy") for i, layer in enumerate(picked))
     torch.testing.assert_close(keys.scores(queries, positions, "energy"), total)
+    by_layer = torch.stack([key_scores(queries[i], read[layer], 0.3, "energy") for i, layer in enumerate(picked)])
+    torch.testing.assert_close(keys.layer_scores(queries, positions, "energy"), by_layer)
+    torch.testing.assert_close(keys.mean_keys(positions), torch.stack(list(read.values())).mean((0, 2)))
 
 
 @pytest.mark.parametrize(
