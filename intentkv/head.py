@@ -47,7 +47,8 @@ EXTENDED: tuple[str, ...] = (
     "unknown",
 )
 """Columns of :attr:`HeadInputs.extra` of the ``extended`` feature set, in order. The first seven are logarithms of scores.
-``layered`` has, behind them, the logarithms of the last turn's energy layer by layer, then of the decayed energy layer by layer."""
+``layered`` has, behind them, the logarithms of energies layer by layer: of the last turn, decayed, of the observation window, and of the
+newest message's queries; then the logarithms of the squared norms of its values, layer by layer."""
 
 QUERY_KEYS = 256
 """Key vectors of the current query that the cross-attention reads at most, evenly spaced."""
@@ -156,7 +157,7 @@ def extra_features(feature_set: FeatureSet, layers: int) -> int:
     """Columns that ``feature_set`` adds to the published features, with ``layers`` scored layers."""
     if feature_set == "published":
         return 0
-    return len(EXTENDED) + (2 * layers if feature_set == "layered" else 0)
+    return len(EXTENDED) + (5 * layers if feature_set == "layered" else 0)
 
 
 class ResidualHead(nn.Module):

@@ -60,6 +60,10 @@ class KeyReader(Protocol):
         """Keys of ``positions`` ([n] int64, live), averaged over scored layers and KV heads: [n, D] float32."""
         ...
 
+    def value_norms(self, positions: torch.Tensor) -> torch.Tensor:
+        """Squared norms of the values of ``positions`` ([n] int64, live), averaged over KV heads: [n, L] float32."""
+        ...
+
 
 @dataclass(frozen=True)
 class CaptureRequest:

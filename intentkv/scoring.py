@@ -106,6 +106,10 @@ class LayerwiseKeys(ABC):
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """Keys of ``positions`` ([n] int64, live) in ``layer``: [n, H_kv, D], float32."""
 
+    @abstractmethod
+    def values(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """Values of ``positions`` ([n] int64, live) in ``layer``: [n, H_kv, D_v], float32."""
+
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -138,3 +142,7 @@ class LayerwiseKeys(ABC):
         if total is None:
             raise ValueError("there are no layers to average")
         return total / len(self.layers)
+
+    def value_norms(self, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.value_norms`."""
+        return torch.stack([self.values(layer, positions).square().sum(-1).mean(1) for layer in self.layers], 1)

@@ -16,6 +16,7 @@ from intentkv.head import QUERY_KEYS, FeatureSet, HeadInputs, ResidualHead, Rule
 from intentkv.protocols import Captured, KeyReader, QuerySource
 from intentkv.queries.actionable import ActionableMeans
 from intentkv.queries.assistant import AssistantTurns
+from intentkv.queries.newest import NewestMessage
 from intentkv.queries.union import Union
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
@@ -33,7 +34,10 @@ def head_queries(rule: RuleName, feature_set: FeatureSet, turn_queries: int, win
     """What must be captured for ``rule`` and the features."""
     if rule == "intentkv" and feature_set == "published":
         return ActionableMeans()
-    return Union((AssistantTurns(turn_queries, window), ActionableMeans()))
+    sources: list[QuerySource] = [AssistantTurns(turn_queries, window), ActionableMeans()]
+    if feature_set == "layered":
+        sources.append(NewestMessage(turn_queries))
+    return Union(tuple(sources))
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,16 @@ class HeadFeatures:
     ) -> HeadInputs:
         """Features of ``history`` ([n] int64 live candidates, n > 0)."""
         device = history.device
-        raw = [c for c in captured if c.form == "raw"]
+        newest = [c for c in captured if c.form == "raw" and c.span == prompt.actionable]
+        observed = [c for c in captured if c.form == "raw" and c.span != prompt.actionable]
         extended = feature_set != "published"
-        window = window_energy(history, raw, keys) if extended or rule == "assistant" else None
+        by_layer = None
+        window = None
+        if feature_set == "layered":
+            by_layer = torch.cat([_energy_by_layer(history, part, keys) for part in (observed, newest)], 1)
+            window = by_layer[:, : keys.n_layers].sum(1)
+        elif extended or rule == "assistant":
+            window = window_energy(history, observed, keys)
         mass = self._means.score(state, history, (), keys, prompt) if extended or rule == "intentkv" else None
         scores = self._energy.combined(state, history, window) if rule == "assistant" else mass
         assert scores is not None
@@ -96,8 +107,10 @@ class HeadFeatures:
         extra = torch.zeros(history.shape[0], 0, device=device)
         if extended and window is not None and mass is not None:
             extra = self._extended(state, history, scores, window, mass, prompt)
-            if feature_set == "layered":
-                extra = torch.cat([extra, self._by_layer(state, history, keys)], 1)
+            if by_layer is not None:
+                by_layer = torch.cat([self._remembered_by_layer(state, history, keys), by_layer], 1)
+                norms = torch.log(keys.value_norms(history) + self.floor)
+                extra = torch.cat([extra, torch.log(by_layer + self.floor / keys.n_layers), norms], 1)
         return HeadInputs(candidate_keys, mean, self._query_keys(keys, prompt, candidate_keys), scores, extra)
 
     def _query_keys(self, keys: KeyReader, prompt: Prompt, like: torch.Tensor) -> torch.Tensor:
@@ -119,8 +132,8 @@ class HeadFeatures:
         logs = torch.log(torch.stack([*energies, window, mass, smooth], 1).clamp_min(0) + self.floor)
         return torch.cat([logs, _places(history, state.scored_length, prompt)], 1)
 
-    def _by_layer(self, state: SessionState, history: torch.Tensor, keys: KeyReader) -> torch.Tensor:
-        """[n, 2 L]."""
+    def _remembered_by_layer(self, state: SessionState, history: torch.Tensor, keys: KeyReader) -> torch.Tensor:
+        """[n, 2 L] energies of the last turn, then the decayed ones."""
         layers = keys.n_layers
         columns = []
         for name in (_LAST_BY_LAYER, _DECAYED_BY_LAYER):
@@ -130,7 +143,16 @@ class HeadFeatures:
             else:
                 at = history.clamp(max=memory.shape[0] - 1)
                 columns.append(torch.where((history >= memory.shape[0])[:, None], 0.0, memory[at]))
-        return torch.log(torch.cat(columns, 1) + self.floor / layers)
+        return torch.cat(columns, 1)
+
+
+def _energy_by_layer(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
+    """Energy of ``history`` ([n] int64) under the captured queries that no assistant wrote: [n, L] float32, 0 without any."""
+    at = torch.searchsorted(keys.live, history)
+    total = torch.zeros(history.shape[0], keys.n_layers, dtype=torch.float32, device=history.device)
+    for part in (c for c in captured if c.span.role != "assistant"):
+        total = total + keys.layer_scores(part.queries, keys.live, "energy", part.positions)[:, at].T
+    return total
 
 
 def _places(history: torch.Tensor, scored_length: int, prompt: Prompt) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""The keys of a KV pool as kernels read them: one buffer a layer, any slot."""
+"""A KV pool as scoring reads it: one buffer a layer, any slot."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 
 class PagedKeys:
-    """Post-RoPE key buffers of the layers to score. Made once a pool: kernels read the buffers' addresses from device memory.
+    """Post-RoPE key buffers (or value buffers) of the layers to score. Made once a pool: kernels read their addresses from device memory.
 
     Args:
         buffers: L tensors [pool, H_kv, D] of one shape and dtype (float32, bfloat16, float16 or fp8), contiguous; they must not move.
@@ -46,3 +47,10 @@ class PagedKeys:
             return buffer[slots].float() * self._factors[index]
         # torch has no gather of 8-bit floats on every device; bytes can be gathered everywhere
         return buffer.view(torch.uint8)[slots].view(self.dtype).float() * self._factors[index]
+
+
+class PagedKV(NamedTuple):
+    """Keys and values of the layers to score."""
+
+    keys: PagedKeys
+    values: PagedKeys

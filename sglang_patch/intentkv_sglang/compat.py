@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from intentkv.kernels.paged_keys import PagedKeys
+from intentkv.kernels.paged_keys import PagedKeys, PagedKV
 
 TESTED_VERSIONS = ("0.5.17",)
 BACKEND_NAME = "intentkv"
@@ -144,19 +144,22 @@ def kv_layers(kv_pool: Any) -> range:
     return range(kv_pool.start_layer, kv_pool.start_layer + kv_pool.layer_num)
 
 
-def paged_keys(model: torch.nn.Module, kv_pool: Any, layers: Sequence[int]) -> PagedKeys:
-    """The keys of ``layers`` in ``kv_pool``, which holds them all its life.
+def paged_kv(model: torch.nn.Module, kv_pool: Any, layers: Sequence[int]) -> PagedKV:
+    """Keys and values of ``layers`` in ``kv_pool``, which holds them all its life.
 
-    SGLang divides a key by its layer's ``k_scale`` when it stores it in fewer bits, and only then.
+    SGLang divides by the layer's ``k_scale`` (``v_scale``) what it stores in fewer bits, and only that.
 
     Raises:
         ValueError: keys that are not plain numbers in [slot, head, dim] order.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    buffers = [kv_pool.get_key_buffer(layer) for layer in layers]
+    keys = [kv_pool.get_key_buffer(layer) for layer in layers]
+    values = [kv_pool.get_value_buffer(layer) for layer in layers]
     if getattr(kv_pool, "is_quantized_kv_cache", False):
         raise ValueError("IntentKV reads keys of 8 bits or more: choose another --kv-cache-dtype.")
-    scales = {m.layer_id: m.k_scale_float or 1.0 for m in model.modules() if isinstance(m, RadixAttention)}
-    eight_bit = buffers[0].element_size() == 1
-    return PagedKeys(buffers, [scales[layer] if eight_bit else 1.0 for layer in layers])
+    attention = {m.layer_id: m for m in model.modules() if isinstance(m, RadixAttention)}
+    eight_bit = keys[0].element_size() == 1
+    key_scales = [(attention[layer].k_scale_float or 1.0) if eight_bit else 1.0 for layer in layers]
+    value_scales = [(attention[layer].v_scale_float or 1.0) if eight_bit else 1.0 for layer in layers]
+    return PagedKV(PagedKeys(keys, key_scales), PagedKeys(values, value_scales))

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from intentkv.kernels.paged_keys import PagedKeys
+from intentkv.kernels.paged_keys import PagedKV
 from intentkv.scoring import LayerwiseKeys, Reduction
 from intentkv.transfer import to_device
 
 
 class PoolKeys(LayerwiseKeys):
-    """Keys of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
+    """Keys and values of one path of the tree. SGLang stores K after RoPE, so q.K * scaling is the true logit."""
 
-    def __init__(self, pages: PagedKeys, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
+    def __init__(self, pages: PagedKV, slots: torch.Tensor, live: torch.Tensor, layers: Sequence[int], scaling: float) -> None:
         """``pages``: of ``layers``, in their order; ``slots``: [n] int64 of the path, dead marks included; ``live``: [m] int64 on the CPU,
         its live positions, ascending."""
         self._pages = pages
@@ -30,7 +30,11 @@ class PoolKeys(LayerwiseKeys):
 
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         """[n, H_kv, D] float32; ``positions`` ([n] int64) must be live."""
-        return self._pages.read(self.layers.index(layer), self._slots[positions])
+        return self._pages.keys.read(self.layers.index(layer), self._slots[positions])
+
+    def values(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """[n, H_kv, D_v] float32; ``positions`` ([n] int64) must be live."""
+        return self._pages.values.read(self.layers.index(layer), self._slots[positions])
 
     def scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
@@ -41,7 +45,7 @@ class PoolKeys(LayerwiseKeys):
         from intentkv.kernels.attention_scores import paged_key_scores
 
         key_positions = positions if query_positions is not None else None
-        return paged_key_scores(queries, self._pages, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
+        return paged_key_scores(queries, self._pages.keys, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
 
     def layer_scores(
         self, queries: torch.Tensor, positions: torch.Tensor, reduction: Reduction, query_positions: torch.Tensor | None = None
@@ -52,4 +56,6 @@ class PoolKeys(LayerwiseKeys):
         from intentkv.kernels.attention_scores import paged_layer_scores
 
         key_positions = positions if query_positions is not None else None
-        return paged_layer_scores(queries, self._pages, self._slots[positions], self.scaling, reduction, query_positions, key_positions)
+        return paged_layer_scores(
+            queries, self._pages.keys, self._slots[positions], self.scaling, reduction, query_positions, key_positions
+        )

@@ -122,7 +122,7 @@ class Runtime:
         """Attach to the scheduler's model, pools and tokenizer; called once, before the first request."""
         runner = scheduler.tp_worker.model_runner
         self._scaling = compat.attention_shape(runner.model).scaling
-        self._pages = compat.paged_keys(runner.model, runner.token_to_kv_pool, bank.layers)
+        self._pages = compat.paged_kv(runner.model, runner.token_to_kv_pool, bank.layers)
         self._rows = runner.req_to_token_pool
         self._bank = bank
         self._channel = channel

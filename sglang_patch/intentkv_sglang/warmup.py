@@ -6,7 +6,7 @@ import torch
 
 from intentkv.config import Config
 from intentkv.kernels.compact import compact_rows
-from intentkv.kernels.paged_keys import PagedKeys
+from intentkv.kernels.paged_keys import PagedKV
 from intentkv.methods import build_method, method_names, method_problem
 from intentkv.protocols import Aggregator, Captured, CaptureRequest, QuerySource
 from intentkv.selection import top_positions
@@ -20,7 +20,7 @@ _MESSAGE = 8
 _SHORT_TURN = 4
 
 
-def rehearse(config: Config, pages: PagedKeys, bank: QueryBank, req_to_token: torch.Tensor, scaling: float) -> None:
+def rehearse(config: Config, pages: PagedKV, bank: QueryBank, req_to_token: torch.Tensor, scaling: float) -> None:
     """Score, select and compact once in every way that a request can ask for, on the padding slot's keys; all results are thrown away.
 
     Requests choose their method, so all methods take part. ``req_to_token``: [rows, context]; only row 0, which SGLang gives to nobody, is
@@ -34,7 +34,7 @@ def rehearse(config: Config, pages: PagedKeys, bank: QueryBank, req_to_token: to
                 _score(method.queries, method.aggregator, turn, pages, bank, scaling)
 
 
-def _score(queries: QuerySource, aggregator: Aggregator, turn: int, pages: PagedKeys, bank: QueryBank, scaling: float) -> None:
+def _score(queries: QuerySource, aggregator: Aggregator, turn: int, pages: PagedKV, bank: QueryBank, scaling: float) -> None:
     """A prompt whose assistant turn has ``turn`` tokens."""
     prompt = _prompt(turn)
     slots = torch.zeros(prompt.length, dtype=torch.int64, device=bank.storage.device)

@@ -44,6 +44,9 @@ class FakeRequest(LayerwiseKeys):
         assert not evicted, f"keys of evicted positions were read: {sorted(evicted)}"
         return self.all_keys[self.layers.index(layer), positions]
 
+    def values(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        return 2 * self.keys(layer, positions)
+
     @property
     def live(self) -> torch.Tensor:
         return torch.tensor([p for p in range(self.length) if p not in self.dead], dtype=torch.int64)

@@ -38,7 +38,7 @@ def future_attention(reading: Reading, n: int, positions: Sequence[int]) -> Futu
     everything = torch.arange(int(at.max()) + 1, device=device)
     for layer in reading.layers:
         keys = reading.all_keys[layer][: everything.shape[0]]
-        norms = reading.values[layer][:n].float().square().sum(-1).transpose(0, 1)
+        norms = reading.all_values[layer][:n].float().square().sum(-1).transpose(0, 1)
         norms = norms.repeat_interleave(reading.queries[layer].shape[1] // norms.shape[0], 0)
         for alpha in attention_probabilities(reading.queries[layer][at], keys, reading.scaling, at, everything, reading.query_block):
             seen = alpha[:, :, :n]

@@ -28,7 +28,7 @@ class Reading(LayerwiseKeys):
     """L tensors [n, H_q, D]."""
     all_keys: list[torch.Tensor]
     """L tensors [n, H_kv, D]."""
-    values: list[torch.Tensor]
+    all_values: list[torch.Tensor]
     """L tensors [n, H_kv, D]."""
     scaling: float
     layer_stride: int = 1
@@ -55,6 +55,9 @@ class Reading(LayerwiseKeys):
 
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
         return self.all_keys[layer][positions].float()
+
+    def values(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        return self.all_values[layer][positions].float()
 
     def raw_queries(self, positions: Sequence[int]) -> torch.Tensor:
         """[L, n, H_q, D] float32 of the scored layers."""
@@ -126,7 +129,7 @@ class FrozenModel:
         batch, cut = self._visible.shape
         layer = module.layer_idx
         past_key = self._past.all_keys[layer][:cut].transpose(0, 1).expand(batch, -1, -1, -1)
-        past_value = self._past.values[layer][:cut].transpose(0, 1).expand(batch, -1, -1, -1)
+        past_value = self._past.all_values[layer][:cut].transpose(0, 1).expand(batch, -1, -1, -1)
         new = query.shape[2]
         causal = torch.ones(new, new, dtype=torch.bool, device=query.device).tril().expand(batch, 1, new, new)
         seen = torch.cat([self._visible[:, None, None].expand(batch, 1, new, cut), causal], -1)

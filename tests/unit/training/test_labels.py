@@ -27,7 +27,7 @@ def test_future_attention(agents, frozen, tiny_model):
     found = future_attention(reading, n, positions)
     torch.testing.assert_close(found.mass.double(), alpha.mean(2).sum((0, 1)), rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(found.energy.double(), alpha.square().mean(2).sum((0, 1)), rtol=1e-3, atol=1e-8)
-    norms = torch.stack(reading.values)[:, :n].double().norm(dim=-1).square().permute(0, 2, 1).repeat_interleave(2, 1)
+    norms = torch.stack(reading.all_values)[:, :n].double().norm(dim=-1).square().permute(0, 2, 1).repeat_interleave(2, 1)
     torch.testing.assert_close(found.value_energy.double(), (alpha.square().mean(2) * norms).sum((0, 1)), rtol=1e-3, atol=1e-8)
 
 

@@ -123,7 +123,7 @@ def test_every_kind_of_head(made, tmp_path, rule, features, residual, label):
     settings = settings_of(epochs=1, rule=rule, feature_set=features, residual=residual, label=label)
     head = run(made, tmp_path / "head", settings)
     assert (head.rule, head.feature_set, head.residual, head.label) == (rule, features, residual, label)
-    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + {"published": 0, "extended": 17, "layered": 21}[features]
+    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + {"published": 0, "extended": 17, "layered": 27}[features]
 
 
 def test_bf16(made, tmp_path):
