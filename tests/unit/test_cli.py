@@ -69,7 +69,7 @@ def test_doctor_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BAD = {
     "unknown method": ["serve", "--method", "nope"],
-    "learned method without a head": ["serve", "--method", "assistant-learned"],
+    "learned method without a head": ["serve", "--method", "assistant-learned", "--model", "some-model"],
     "head that is not there": ["serve", "--head", "missing"],
     "record into no room": ["record", "logs", "--limit-mb", "0"],
     "record to nowhere": ["record"],

@@ -17,6 +17,7 @@ from intentkv.head import (
     ModelShape,
     ResidualHead,
     load_head,
+    packaged_head,
     save_head,
 )
 from intentkv.methods import build_method, method_problem
@@ -189,3 +190,14 @@ def test_the_default_model_has_its_head(tmp_path, monkeypatch):
     assert CliRunner().invoke(cli.app, command).exit_code == 0
     assert served == [(None, tmp_path / "assistant-learned")]
     assert CliRunner().invoke(cli.app, [*command, "--model", "other"]).exit_code == 2
+
+
+def test_the_head_of_the_default_model():
+    """Catches: a head in the package that no longer fits the code's features, or another model."""
+    folder = packaged_head("assistant-learned")
+    assert folder is not None
+    head = load_head(folder)
+    shape = ModelShape(model_type="llama", layers=30, query_heads=9, kv_heads=3, head_dim=64)
+    assert head.config.method == "assistant-learned"
+    assert head.config.problem(shape, layer_stride=1) is None
+    assert float(head.output.weight.abs().max()) > 0, "it is untrained"
