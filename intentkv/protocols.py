@@ -74,6 +74,11 @@ class CaptureRequest:
     """``mean``: one averaged query a head. ``raw``: single queries, evenly sampled down to ``limit``."""
     limit: int = 0
 
+    def sampled(self, start: int) -> range:
+        """At most ``limit`` evenly spaced positions from ``start`` to the span's end, ascending, the last one among them."""
+        stride = -(-(self.span.end - start) // self.limit)
+        return range(self.span.end - 1, start - 1, -stride)[::-1]
+
 
 @dataclass
 class Captured:

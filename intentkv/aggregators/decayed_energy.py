@@ -25,10 +25,7 @@ def turn_energy(captured: Captured, keys: KeyReader, by_layer: bool = False) -> 
         return None
     end = captured.span.end
     visible = keys.live_before(end)
-    if by_layer:
-        found = keys.layer_scores(captured.queries, visible, "energy", captured.positions).T
-    else:
-        found = keys.scores(captured.queries, visible, "energy", captured.positions)
+    found = _energy(captured, keys, visible, by_layer)
     energy = torch.zeros(end, *found.shape[1:], dtype=torch.float32, device=visible.device)
     energy[visible] = found
     return energy
@@ -43,20 +40,34 @@ def decayed(past: torch.Tensor | None, energy: torch.Tensor, decay: float) -> to
     return memory
 
 
-def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
-    """Energy of ``history`` ([n] int64) under the observation window: [n] float32, 0 without one."""
+def _energy(captured: Captured, keys: KeyReader, positions: torch.Tensor, by_layer: bool) -> torch.Tensor:
+    """Energy of ``positions`` ([n] int64 live) under captured queries: [n] float32; with ``by_layer`` [n, L]."""
+    if by_layer:
+        return keys.layer_scores(captured.queries, positions, "energy", captured.positions).T
+    return keys.scores(captured.queries, positions, "energy", captured.positions)
+
+
+def window_energy(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, by_layer: bool = False) -> torch.Tensor:
+    """Energy of ``history`` ([n] int64) under the captured queries that no assistant wrote, such as the observation window's.
+
+    Returns:
+        [n] float32, 0 without any; with ``by_layer`` [n, L].
+    """
     at = torch.searchsorted(keys.live, history)
-    total = torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
+    shape = (history.shape[0], keys.n_layers) if by_layer else (history.shape[0],)
+    total = torch.zeros(shape, dtype=torch.float32, device=history.device)
     for window in (c for c in captured if c.span.role != "assistant"):
-        total = total + keys.scores(window.queries, keys.live, "energy", window.positions)[at]
+        total = total + _energy(window, keys, keys.live, by_layer)[at]
     return total
 
 
 def remembered(memory: torch.Tensor | None, history: torch.Tensor) -> torch.Tensor:
-    """Values of a per-position ``memory`` ([m]) at ``history`` ([n] int64): [n] float32, 0 behind its end."""
+    """Values of a per-position ``memory`` ([m] or [m, L]) at ``history`` ([n] int64): [n] or [n, L] float32, 0 behind its end."""
     if memory is None or not memory.numel():
-        return torch.zeros(history.shape[0], dtype=torch.float32, device=history.device)
-    return torch.where(history >= memory.shape[0], 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
+        shape = (history.shape[0], *(memory.shape[1:] if memory is not None else ()))
+        return torch.zeros(shape, dtype=torch.float32, device=history.device)
+    unseen = (history >= memory.shape[0]).view(-1, *[1] * (memory.dim() - 1))
+    return torch.where(unseen, 0.0, memory[history.clamp(max=memory.shape[0] - 1)])
 
 
 @dataclass(frozen=True)

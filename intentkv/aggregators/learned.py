@@ -94,7 +94,7 @@ class HeadFeatures:
         by_layer = None
         window = None
         if feature_set == "layered":
-            by_layer = torch.cat([_energy_by_layer(history, part, keys) for part in (observed, newest)], 1)
+            by_layer = torch.cat([window_energy(history, part, keys, by_layer=True) for part in (observed, newest)], 1)
             window = by_layer[:, : keys.n_layers].sum(1)
         elif extended or rule == "assistant":
             window = window_energy(history, observed, keys)
@@ -134,25 +134,9 @@ class HeadFeatures:
 
     def _remembered_by_layer(self, state: SessionState, history: torch.Tensor, keys: KeyReader) -> torch.Tensor:
         """[n, 2 L] energies of the last turn, then the decayed ones."""
-        layers = keys.n_layers
-        columns = []
-        for name in (_LAST_BY_LAYER, _DECAYED_BY_LAYER):
-            memory = state.memory.get(name)
-            if memory is None or not memory.numel():
-                columns.append(torch.zeros(history.shape[0], layers, device=history.device))
-            else:
-                at = history.clamp(max=memory.shape[0] - 1)
-                columns.append(torch.where((history >= memory.shape[0])[:, None], 0.0, memory[at]))
-        return torch.cat(columns, 1)
-
-
-def _energy_by_layer(history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader) -> torch.Tensor:
-    """Energy of ``history`` ([n] int64) under the captured queries that no assistant wrote: [n, L] float32, 0 without any."""
-    at = torch.searchsorted(keys.live, history)
-    total = torch.zeros(history.shape[0], keys.n_layers, dtype=torch.float32, device=history.device)
-    for part in (c for c in captured if c.span.role != "assistant"):
-        total = total + keys.layer_scores(part.queries, keys.live, "energy", part.positions)[:, at].T
-    return total
+        none = torch.zeros(0, keys.n_layers, device=history.device)
+        names = (_LAST_BY_LAYER, _DECAYED_BY_LAYER)
+        return torch.cat([remembered(state.memory.get(name, none), history) for name in names], 1)
 
 
 def _places(history: torch.Tensor, scored_length: int, prompt: Prompt) -> torch.Tensor:

@@ -6,12 +6,12 @@ import pkgutil
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from intentkv.config import Config
+    from intentkv.head import RuleName
     from intentkv.protocols import Aggregator, Layout, QuerySource
     from intentkv.selection import ForcedKeep
 
@@ -88,12 +88,22 @@ def method_problem(name: str, config: Config) -> str | None:
     return None if name == wanted else f"The head in {str(config.head)!r} belongs to method {wanted!r}; choose that method or another head."
 
 
-def head_folder(config: Config) -> Path:
-    """Where the configuration says the trained head is.
+def learned_method(rule: RuleName, config: Config) -> Method:
+    """``rule`` corrected by the trained head that the configuration names.
 
     Raises:
-        ValueError: nowhere; :func:`method_problem` says so to users before a method is built.
+        ValueError: it names none; :func:`method_problem` says so to users before a method is built.
+        ConfigError: the head is missing or damaged.
     """
+    from intentkv.aggregators.learned import Learned, head_queries
+    from intentkv.head import load_head
+    from intentkv.selection import ForcedKeep
+
     if config.head is None:
         raise ValueError("a learned method was built without a head")
-    return config.head
+    head = load_head(config.head)
+    return Method(
+        head_queries(rule, head.config.feature_set, config.turn_queries, config.window),
+        Learned(rule, head, config.decay),
+        ForcedKeep(sinks=config.sinks, recent=config.recent),
+    )

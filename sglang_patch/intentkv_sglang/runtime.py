@@ -48,7 +48,7 @@ class RunningRequest:
     state: SessionState
     figures: Figures
     means: list[tuple[Span, MeanSum]] = field(default_factory=list)
-    windows: list[tuple[Span, RowLease, tuple[int, ...]]] = field(default_factory=list)
+    windows: list[tuple[Span, RowLease, range]] = field(default_factory=list)
     """(span, lease, sampled positions, ascending) of single queries wanted from the prompt."""
     turn: RowLease | None = None
     """Queries of the turn being generated."""
@@ -94,12 +94,6 @@ class RunningRequest:
         self.release_prompt_rows()
         if self.turn is not None:
             self.turn.close()
-
-
-def _sampled(start: int, end: int, limit: int) -> tuple[int, ...]:
-    """At most ``limit`` evenly spaced positions of ``[start, end)``, ascending, the last one among them."""
-    stride = -(-(end - start) // limit)
-    return tuple(range(end - 1, start - 1, -stride))[::-1]
 
 
 class Runtime:
@@ -184,8 +178,7 @@ class Runtime:
             if wanted.form == "mean":
                 request.means.append((wanted.span, MeanSum(self._bank)))
             else:
-                sampled = _sampled(start, wanted.span.end, wanted.limit)
-                request.windows.append((wanted.span, RowLease(self._bank, wanted.limit), sampled))
+                request.windows.append((wanted.span, RowLease(self._bank, wanted.limit), wanted.sampled(start)))
         if method.aggregator is not None and method.queries.decode and self._captures_decode:
             request.turn = RowLease(self._bank, method.queries.decode_limit)
         return request

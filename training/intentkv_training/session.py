@@ -81,12 +81,6 @@ class Turn:
     """The recorded assistant message that follows."""
 
 
-def _evenly(start: int, end: int, limit: int) -> list[int]:
-    """As the server samples a recorded span: at most ``limit`` positions, the last one among them."""
-    stride = -(-(end - start) // limit)
-    return list(range(end - 1, start - 1, -stride))[::-1]
-
-
 def _decoded(start: int, end: int, limit: int) -> list[int]:
     """As the server samples a turn of unknown length while it is generated: the stride doubles until ``limit`` positions are enough."""
     stride = 1
@@ -103,7 +97,7 @@ def _capture(reading: Reading, wanted: CaptureRequest, cached: int) -> Captured 
     if wanted.form == "mean":
         empty = torch.empty(0, dtype=torch.int64, device=reading.device)
         return Captured(span, "mean", empty, reading.mean_query(start, span.end))
-    return _raw(reading, span, _evenly(start, span.end, wanted.limit))
+    return _raw(reading, span, wanted.sampled(start))
 
 
 def _raw(reading: Reading, span: Span, positions: Sequence[int]) -> Captured:
