@@ -225,7 +225,9 @@ def replay(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay`, `watch` or a benchmark wrote.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay`, `record`, `watch` or a benchmark wrote.")
+    ],
     out: Annotated[Path, typer.Option(help="HTML file to write; works offline.")] = Path("report.html"),
     compare: Annotated[bool, typer.Option("--compare", help="Print the ratios as a table, too.")] = False,
     baseline: Annotated[str | None, typer.Option(help="Run the others are compared with; default: stock, else the first.")] = None,

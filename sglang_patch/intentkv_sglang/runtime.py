@@ -187,10 +187,8 @@ class Runtime:
         method = build_method(options.method or self.config.method, self.config)
         if options.keep:
             method = replace(method, forced=replace(method.forced, protected=tuple(options.keep)))
-        ratio = options.budget_ratio if options.budget is None else None
-        if ratio is None and options.budget is None:
-            ratio = self.config.budget_ratio
-        budget: Budget = HistoryRatio(ratio) if ratio is not None else FixedTokens(options.budget or self.config.budget)
+        limit = options.limit(self.config)
+        budget: Budget = HistoryRatio(limit) if isinstance(limit, float) else FixedTokens(limit)
         hysteresis = self.config.hysteresis if options.hysteresis is None else options.hysteresis
         return method, budget, OverTarget(hysteresis)
 
