@@ -32,7 +32,7 @@ def tokenizer(tokenizers):
 
 @pytest.fixture
 def head_of(tmp_path):
-    """Options of a server with ``method``: a learned one gets a head whose residual turns its rule's order over."""
+    """Options of a server with ``method``: a learned one gets a head whose residual drowns its rule."""
 
     def options(method):
         rule, learned, _ = method.partition("-learned")
@@ -40,7 +40,7 @@ def head_of(tmp_path):
             return {"method": method}
         torch.manual_seed(0)
         shape = ModelShape(model_type="llama", layers=len(LAYERS), query_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM)
-        head = ResidualHead(HeadConfig(rule=rule, shape=shape))
+        head = ResidualHead(HeadConfig(rule=rule, residual="additive", shape=shape))
         torch.nn.init.normal_(head.output.weight, std=5)
         save_head(head, tmp_path / "head")
         return {"method": method, "head": tmp_path / "head"}
