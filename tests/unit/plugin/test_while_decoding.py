@@ -32,16 +32,19 @@ def tokenizer(tokenizers):
 
 @pytest.fixture
 def head_of(tmp_path):
-    """Options of a server with ``method``: a learned one gets a head whose residual drowns its rule."""
+    """Options of a server with ``method``: a learned one gets a head that turns its rule's order over."""
 
     def options(method):
         rule, learned, _ = method.partition("-learned")
         if not learned:
             return {"method": method}
-        torch.manual_seed(0)
         shape = ModelShape(model_type="llama", layers=len(LAYERS), query_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM)
         head = ResidualHead(HeadConfig(rule=rule, residual="additive", shape=shape))
-        torch.nn.init.normal_(head.output.weight, std=5)
+        with torch.no_grad():  # s = rule - 1000 gelu(rule + 1)
+            head.hidden.weight.zero_()
+            head.hidden.weight[0, 3 * DIM] = 1
+            head.hidden.bias.fill_(1)
+            head.output.weight[0, 0] = -1000
         save_head(head, tmp_path / "head")
         return {"method": method, "head": tmp_path / "head"}
 
