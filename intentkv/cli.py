@@ -95,31 +95,52 @@ def _root(
         typer.echo(context.get_help())
 
 
+_Model = Annotated[str | None, typer.Option(help="Model folder or Hugging Face id (SGLang's --model-path).")]
+_Method = Annotated[str | None, typer.Option(help="Which tokens stay; `intentkv methods` lists them.")]
+_Budget = Annotated[int | None, typer.Option(help="Tokens a request keeps resident.")]
+_ConfigFile = Annotated[Path | None, typer.Option(help="TOML or JSON file with these and all other options.")]
+_Head = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a trained head, for the learned methods; default: the packaged one, for the default model."),
+]
+_Record = Annotated[Path | None, typer.Option(help="Log every request into this folder (messages, token ids, figures).")]
+_RecordLimit = Annotated[int | None, typer.Option(help="Size of all logs together, in MB; the oldest are deleted.")]
+
+
+def _settings(
+    model: str | None,
+    method: str | None,
+    budget: int | None,
+    config: Path | None,
+    head: Path | None,
+    record: Path | None,
+    record_limit_mb: int | None,
+) -> Config:
+    """The configuration that the flags of ``intentkv serve`` give."""
+    if head is None and model is None and method is not None:
+        from intentkv.head import packaged_head
+
+        head = packaged_head(method)
+    return load_config(config, method=method, budget=budget, head=head, record=record, record_limit_mb=record_limit_mb)
+
+
 @app.command(context_settings=_PASS_ON)
 def serve(
     context: typer.Context,
-    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id (SGLang's --model-path).")] = None,
-    method: Annotated[str | None, typer.Option(help="Which tokens stay; `intentkv methods` lists them.")] = None,
-    budget: Annotated[int | None, typer.Option(help="Tokens a request keeps resident.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML or JSON file with these and all other options.")] = None,
-    head: Annotated[
-        Path | None,
-        typer.Option(help="Folder of a trained head, for the learned methods; default: the packaged one, for the default model."),
-    ] = None,
-    record: Annotated[Path | None, typer.Option(help="Log every request into this folder (messages, token ids, figures).")] = None,
-    record_limit_mb: Annotated[int | None, typer.Option(help="Size of all logs together; the oldest are deleted.")] = None,
+    model: _Model = None,
+    method: _Method = None,
+    budget: _Budget = None,
+    config: _ConfigFile = None,
+    head: _Head = None,
+    record: _Record = None,
+    record_limit_mb: _RecordLimit = None,
     stock: Annotated[bool, typer.Option("--stock/--no-stock", help="The same server without the plugin, to compare with.")] = False,
 ) -> int:
     """Start an SGLang server that evicts KV tokens and keeps prefix hits.
 
     Every other flag goes to SGLang as it is, for example: intentkv serve --model DIR --budget 8192 --port 30000 --tp-size 2
     """
-    if head is None and model is None and method is not None:
-        from intentkv.head import packaged_head
-
-        head = packaged_head(method)
-    settings = load_config(config, method=method, budget=budget, head=head, record=record, record_limit_mb=record_limit_mb)
-    return _serve(context, model, settings, stock)
+    return _serve(context, model, _settings(model, method, budget, config, head, record, record_limit_mb), stock)
 
 
 def _serve(context: typer.Context, model: str | None, settings: Config, stock: bool) -> int:
@@ -132,9 +153,9 @@ def _serve(context: typer.Context, model: str | None, settings: Config, stock: b
 def record(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the logs; made when missing, readable by you alone.")],
-    model: Annotated[str | None, typer.Option(help="Model folder or Hugging Face id (SGLang's --model-path).")] = None,
-    limit_mb: Annotated[int | None, typer.Option(help="Size of all logs together; the oldest are deleted.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML or JSON file with all other options.")] = None,
+    model: _Model = None,
+    limit_mb: _RecordLimit = None,
+    config: _ConfigFile = None,
 ) -> int:
     """Serve and log every request, for training: messages, token ids, tool calls and figures; never headers or keys.
 
@@ -153,8 +174,18 @@ def train(context: typer.Context) -> int:
 
 
 @app.command(context_settings=_PASS_ON)
-def doctor(context: typer.Context) -> int:
-    """Check that this machine can serve: versions, hooks, device, guards. Takes the SGLang flags you mean to serve with."""
+def doctor(
+    context: typer.Context,
+    model: _Model = None,
+    method: _Method = None,
+    budget: _Budget = None,
+    config: _ConfigFile = None,
+    head: _Head = None,
+    record: _Record = None,
+    record_limit_mb: _RecordLimit = None,
+) -> int:
+    """Check that this machine can serve: versions, hooks, device, guards. Takes the flags you mean to serve with, SGLang's too."""
+    _settings(model, method, budget, config, head, record, record_limit_mb)
     with _room("intentkv_sglang.doctor", _SERVER) as room:
         status: int = room.run(list(context.args))
     return status
@@ -225,7 +256,9 @@ def replay(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay`, `watch` or a benchmark wrote.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Folders that `intentkv replay`, `record`, `watch` or a benchmark wrote.")
+    ],
     out: Annotated[Path, typer.Option(help="HTML file to write; works offline.")] = Path("report.html"),
     compare: Annotated[bool, typer.Option("--compare", help="Print the ratios as a table, too.")] = False,
     baseline: Annotated[str | None, typer.Option(help="Run the others are compared with; default: stock, else the first.")] = None,

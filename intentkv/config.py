@@ -123,6 +123,13 @@ class RequestOptions(BaseModel):
     def _check_method(cls, value: str | None) -> str | None:
         return value if value is None else _known_method(value)
 
+    def limit(self, config: Config) -> int | float:
+        """The request's limit, else the server's: tokens (int), or a share of the history (float)."""
+        given = self.budget_ratio if self.budget is None else self.budget
+        if given is not None:
+            return given
+        return config.budget if config.budget_ratio is None else config.budget_ratio
+
     @field_validator("keep", mode="before")
     @classmethod
     def _pairs(cls, value: Any) -> Any:

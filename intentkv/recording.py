@@ -29,6 +29,13 @@ class RequestRecord(BaseModel):
     finished: float = 0.0
     """Unix time, seconds."""
     model: str = ""
+    method: str = ""
+    """What decided which of its tokens stayed; empty in logs that do not say."""
+    budget: int | None = None
+    budget_ratio: float | None = None
+    """The method's limit: tokens, or a share of the history."""
+    finish: str = ""
+    """Why it ended: ``stop``, ``length`` or ``abort``; empty in logs that do not say."""
     messages: list[dict[str, Any]] = Field(default_factory=list)
     """Of a chat request, as the client sent them; empty for ``/generate``."""
     tools: list[dict[str, Any]] = Field(default_factory=list)
@@ -38,7 +45,17 @@ class RequestRecord(BaseModel):
     tool_calls: list[dict[str, Any]] = Field(default_factory=list)
     """``{"name", "arguments"}`` of each call in ``output_text``."""
     figures: dict[str, Any] = Field(default_factory=dict)
-    """What the turn cost: prompt, cached, completion, logical, live, dead and pruned tokens, seconds."""
+    """What the turn cost: prompt, cached, completion, logical, live, dead and pruned tokens; ``ttft`` (arrival to the end of the prefill)
+    and ``e2e_latency``, both in seconds and measured in the server."""
+
+
+def shards(folder: Path) -> list[Path]:
+    """The log files of a folder, oldest first.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return sorted(p for p in folder.iterdir() if _SHARD.fullmatch(p.name))
 
 
 class ShardWriter:
@@ -55,14 +72,10 @@ class ShardWriter:
         self._folder = folder
         self._limit = limit_bytes
         self._shard_bytes = min(shard_bytes, limit_bytes)
-        shards = self.shards()
+        earlier = shards(folder)
         # Never appended to an earlier run's shard: its last line may be cut short.
-        self._number = _number(shards[-1]) + 1 if shards else 0
+        self._number = _number(earlier[-1]) + 1 if earlier else 0
         self._size = 0
-
-    def shards(self) -> list[Path]:
-        """All shards, oldest first."""
-        return sorted(p for p in self._folder.iterdir() if _SHARD.fullmatch(p.name))
 
     def write(self, line: bytes) -> None:
         """Append one line (without its newline).
@@ -80,10 +93,10 @@ class ShardWriter:
         self._size += len(line) + 1
 
     def _trim(self, coming: int) -> None:
-        shards = self.shards()
-        sizes = [p.stat().st_size for p in shards]
+        there = shards(self._folder)
+        sizes = [p.stat().st_size for p in there]
         total = sum(sizes) + coming
-        for shard, size in zip(shards, sizes, strict=True):
+        for shard, size in zip(there, sizes, strict=True):
             if total <= self._limit or _number(shard) == self._number:
                 return
             shard.unlink()

@@ -177,7 +177,7 @@ def read_trajectories(files: Iterable[Path]) -> Iterator[Trajectory | Broken]:
     runs: Counter[str] = Counter()
     logs = []
     for file in files:
-        if _is_request_log(file):
+        if is_request_log(file):
             logs.append(file)
             continue
         for item in _read_file(file):
@@ -282,12 +282,19 @@ def _atif_step(step: Any, number: int) -> Iterator[dict[str, Any]]:
 # ---- Our own request logs ----
 
 
-def _is_request_log(file: Path) -> bool:
+def is_request_log(file: Path) -> bool:
+    """Whether ``intentkv record`` wrote it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     with _opened(file) as stream:
         return LOG_SCHEMA.encode() in stream.readline(256)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
+    """Of a line; ``offset`` in bytes."""
+
     file: Path
     number: int
     offset: int
@@ -298,15 +305,15 @@ def _read_request_logs(files: list[Path]) -> Iterator[Trajectory | Broken]:
 
     Two passes. The first keeps a digest and a file position for each conversation, not its text.
     """
-    ends: dict[bytes, _Place] = {}
+    ends: dict[bytes, Place] = {}
     lengths: set[int] = set()
-    for place, parsed in _records(files):
+    for place, parsed in request_records(files):
         if isinstance(parsed, Broken):
             yield parsed
             continue
-        for digest in _prefix_digests(parsed.input_ids, lengths):
+        for digest in prefix_digests(parsed.input_ids, lengths):
             ends.pop(digest, None)
-        whole = _digest(parsed.input_ids)
+        whole = ids_digest(parsed.input_ids)
         ends[whole] = place
         lengths.add(len(parsed.input_ids))
     for place in ends.values():
@@ -315,12 +322,17 @@ def _read_request_logs(files: list[Path]) -> Iterator[Trajectory | Broken]:
             yield _from_record(RequestRecord.model_validate_json(stream.readline()))
 
 
-def _records(files: list[Path]) -> Iterator[tuple[_Place, RequestRecord | Broken]]:
+def request_records(files: Iterable[Path]) -> Iterator[tuple[Place, RequestRecord | Broken]]:
+    """The lines of request logs, in order.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
     for file in files:
         offset = 0
         with _opened(file) as stream:
             for number, line in enumerate(stream, 1):
-                place, offset = _Place(file, number, offset), offset + len(line)
+                place, offset = Place(file, number, offset), offset + len(line)
                 if not line.strip():
                     continue
                 try:
@@ -329,12 +341,13 @@ def _records(files: list[Path]) -> Iterator[tuple[_Place, RequestRecord | Broken
                     yield place, Broken(f"{file}:{number}", _reason(error))
 
 
-def _digest(ids: list[int]) -> bytes:
+def ids_digest(ids: list[int]) -> bytes:
+    """What tells one sequence of token ids from another: 16 bytes."""
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()
 
 
-def _prefix_digests(ids: list[int], lengths: set[int]) -> Iterator[bytes]:
-    """Digests of the prefixes of ``ids`` with the given lengths, in one pass over it."""
+def prefix_digests(ids: list[int], lengths: Iterable[int]) -> Iterator[bytes]:
+    """Digests of the prefixes of ``ids`` with the given lengths, shortest first, in one pass over it; lengths beyond it are left out."""
     data, state, at = array("q", ids).tobytes(), hashlib.blake2b(digest_size=16), 0
     for length in sorted(n for n in lengths if n <= len(ids)):
         state.update(data[8 * at : 8 * length])

@@ -6,7 +6,7 @@ cd "$ROOT"
 # Modules that need a GPU compiler at import are read on a CPU, too.
 export TRITON_INTERPRET=1
 if (($# == 0)); then
-  set -- intentkv intentkv_sglang intentkv_eval
+  set -- intentkv intentkv_sglang intentkv_training intentkv_eval
 fi
 # Through Python, since SGLang's modules import torchvision, which beside a CPU build of torch needs help (intentkv_sglang/vision.py).
 pdoc='from intentkv_sglang.vision import ensure_torchvision_imports as ensure; ensure(); from pdoc.__main__ import cli; cli()'

@@ -188,6 +188,8 @@ MEASURES: tuple[Measure, ...] = (
     TPOT_P50,
     Measure("TPOT p95", "latency", seconds_text, quantile("tpot_s", 0.95), charted=True),
     Measure("TPOT p99", "latency", seconds_text, quantile("tpot_s", 0.99)),
+    Measure("whole turn p50", "latency", seconds_text, quantile("latency_s", 0.5)),
+    Measure("whole turn p95", "latency", seconds_text, quantile("latency_s", 0.95)),
     Measure("evicted tokens", "eviction", tokens_text, _sum("pruned"), None),
     Measure("turns with an eviction", "eviction", tokens_text, _number_of(lambda r: r.pruned > 0), None),
     Measure("turns", "agent", tokens_text, _number_of(lambda r: True), None),

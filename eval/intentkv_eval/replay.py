@@ -26,7 +26,7 @@ from intentkv_eval.conversation import choose_template, encode
 from intentkv_eval.overhead import CallCounts, count_calls
 from intentkv_eval.provenance import Provenance, collect
 from intentkv_eval.samples import sampling
-from intentkv_eval.turns import SKIPPED, Aggregates, TurnRecord, aggregate, finished
+from intentkv_eval.turns import SKIPPED, Aggregates, TurnRecord, aggregate, arm_name, finished
 
 TURNS_FILE = "turns.jsonl"
 SUMMARY_FILE = "summary.json"
@@ -276,11 +276,7 @@ def _arm_name(provenance: Provenance, request: RequestOptions) -> str:
     method = request.method or provenance.method
     if method is None:
         return "stock"
-    if method == "full":
-        return method
-    if request.budget_ratio is not None:
-        return f"{method} {request.budget_ratio:.0%}"
-    return f"{method} {request.budget or provenance.budget}"
+    return arm_name(method, request.budget or provenance.budget, request.budget_ratio)
 
 
 def run(options: ReplayOptions) -> int:

@@ -57,7 +57,7 @@ def compare(view: View, arms: Sequence[Arm], base: Run | None) -> Compared:
 
 
 def write_report(folders: Sequence[Path], out: Path, baseline_name: str | None = None) -> None:
-    """Write the page that compares the runs in ``folders``.
+    """Write the page that compares the runs in ``folders``, and say on stderr what of them could not be read.
 
     Args:
         baseline_name: the run others are compared with; default: the first stock one, else the first.
@@ -65,7 +65,12 @@ def write_report(folders: Sequence[Path], out: Path, baseline_name: str | None =
     Raises:
         ConfigError: a folder holds no run, no run has that name, or the page cannot be written.
     """
-    page = render(load(folders), baseline_name)
+    logs = load(folders)
+    page = render(logs, baseline_name)
+    if logs.broken:
+        Console(stderr=True).print(
+            f"{len(logs.broken)} lines of request logs could not be read; {logs.broken[0]}.", soft_wrap=True, markup=False
+        )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page, encoding="utf-8")
@@ -123,7 +128,9 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
     fixed += [charts.prune(result, i) for i, result in enumerate(logs.prune)]
     compared = base if sum(bool(run.turns) for run in runs) > 1 else None
     by_view = [_named(charts.RATIOS, compared)] if compared else []
-    by_view += [chart for chart, _ in charts.BY_VIEW] if base else []
+    views = {key: _view(view, arms, base) for key, view in _views(runs)} if base else {ALL: {}}
+    if base:  # a chart that no arm has anything for is left out
+        by_view += [chart for chart, _ in charts.BY_VIEW if any("meta" in trace for trace in views[ALL]["charts"][chart.id])]
     data = {
         "template": plotly.io.templates["plotly_white"].to_plotly_json(),
         "arms": [{"name": arm.name, "color": arm.color} for arm in arms],
@@ -132,7 +139,7 @@ def render(logs: Logs, baseline_name: str | None = None) -> str:
         "trajectories": _sources(runs),
         "charts": [chart._asdict() for chart in [*by_view, *(chart for chart, _ in fixed)]],
         "fixed": {chart.id: traces for chart, traces in fixed},
-        "views": {key: _view(view, arms, base) for key, view in _views(runs)} if base else {ALL: {}},
+        "views": views,
         "run_rows": _run_rows(runs),
         "turns": {"columns": ["arm", *_COLUMNS], "rows": [[arm.name, *_row(turn)] for arm in arms for turn in arm.run.turns]},
     }

@@ -1,4 +1,4 @@
-"""What the report reads: folders that ``intentkv replay``, ``intentkv watch`` and the benchmarks wrote."""
+"""What the report reads: what ``intentkv replay``, ``record``, ``watch`` and the benchmarks wrote."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from intentkv.config import ConfigError
+from intentkv.recording import shards
+from intentkv.trajectories import is_request_log, sha256_of
 from intentkv_eval import bench_capacity, bench_decode, bench_prune
 from intentkv_eval.bench_counters import PruneFigures
 from intentkv_eval.provenance import Provenance
 from intentkv_eval.replay import SUMMARY_FILE, TURNS_FILE, Summary
 from intentkv_eval.samples import SAMPLES_FILE, WATCH_FILE, Sample, WatchInfo
+from intentkv_eval.served import read_served
 from intentkv_eval.turns import TurnRecord
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -40,6 +43,8 @@ class Logs(NamedTuple):
     runs: list[Run]
     decode: list[bench_decode.Result]
     prune: list[bench_prune.Result]
+    broken: list[str]
+    """``file:line: reason`` of lines of request logs that could not be read."""
 
 
 def _text(file: Path) -> str:
@@ -47,8 +52,8 @@ def _text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"Cannot read {error.filename!r}: {error.strerror}; give folders that a finished 'intentkv replay', 'intentkv watch' or "
-            "a benchmark wrote."
+            f"Cannot read {error.filename!r}: {error.strerror}; give folders that a finished 'intentkv replay', 'intentkv watch', "
+            "'intentkv record' or a benchmark wrote."
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{str(file)!r} is not a text file; give folders that 'intentkv replay' wrote.") from error
@@ -149,14 +154,50 @@ def _load_capacity(folder: Path) -> list[Run]:
     return runs
 
 
+def _request_logs(path: Path) -> list[Path]:
+    """The request logs of a folder, or the log itself; empty for anything else."""
+    if path.is_dir():
+        return shards(path)
+    return [path] if path.is_file() and is_request_log(path) else []
+
+
+def _load_served(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """One run for each method and limit that served, and the lines that could not be read.
+
+    Raises:
+        ConfigError: no request could be read.
+    """
+    served = read_served(files)
+    if not served.turns:
+        reason = served.broken[0] if served.broken else "no requests were logged"
+        raise ConfigError(f"{str(files[0].parent)!r} holds no request that could be read: {reason}.")
+    runs = [
+        Run(
+            label=arm,
+            turns=[turn for turn in served.turns if turn.arm == arm],
+            samples=[],
+            stock=False,
+            prune=None,
+            wall_s=None,
+            provenance=None,
+            data_sha256=sha256_of(files),
+        )
+        for arm in dict.fromkeys(turn.arm for turn in served.turns)
+    ]
+    return runs, served.broken
+
+
 def load(folders: Sequence[Path]) -> Logs:
     """Read any number of folders; what each holds is told by its files. Runs of one name are told apart by their folder's.
+
+    Request logs may also be given as files; those of one folder are one sequence.
 
     Raises:
         ConfigError: a folder holds nothing that is known, or a file of another version.
     """
     found: list[tuple[Run, Path]] = []
     decode, prune = [], []
+    served: dict[Path, list[Path]] = {}
     for folder in folders:
         if (folder / bench_capacity.RESULT_FILE).exists():
             found += [(run, folder) for run in _load_capacity(folder)]
@@ -166,9 +207,16 @@ def load(folders: Sequence[Path]) -> Logs:
             prune.append(_read(bench_prune.Result, folder / bench_prune.RESULT_FILE))
         elif (folder / WATCH_FILE).exists():
             found.append((_load_watch(folder), folder))
+        elif logs := _request_logs(folder):
+            served.setdefault(logs[0].parent, []).extend(logs)
         else:
             found.append((load_run(folder), folder))
-    return Logs(_told_apart(found), decode, prune)
+    broken: list[str] = []
+    for folder, files in served.items():
+        runs, unread = _load_served(sorted(set(files)))
+        found += [(run, folder) for run in runs]
+        broken += unread
+    return Logs(_told_apart(found), decode, prune, broken)
 
 
 def _told_apart(found: Sequence[tuple[Run, Path]]) -> list[Run]:

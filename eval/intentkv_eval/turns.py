@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import BaseModel
 
@@ -110,10 +110,35 @@ def kv_reads(prompt: int, cached: int, live_cached: int, dead: int, generated: i
     return blocks * live_cached + steps * (prompt - dead) + steps * (steps + 1) // 2
 
 
+def arm_name(method: str, budget: int | None, budget_ratio: float | None = None) -> str:
+    """Name of an arm in reports: its method and its limit."""
+    if method == "full":
+        return method
+    return f"{method} {budget}" if budget_ratio is None else f"{method} {budget_ratio:.0%}"
+
+
 def finished(record: TurnRecord, generation: Generation) -> TurnRecord:
     """``record`` with what the server reported; on a stock server everything is live."""
-    figures = generation.figures or {}
-    prompt, cached, generated = generation.prompt_tokens, generation.cached_tokens, len(generation.output_ids)
+    g = generation
+    return measured(record, g.prompt_tokens, g.cached_tokens, len(g.output_ids), g.figures or {}, g.ttft_s, g.latency_s)
+
+
+def measured(
+    record: TurnRecord,
+    prompt: int,
+    cached: int,
+    generated: int,
+    figures: Mapping[str, int],
+    ttft_s: float | None,
+    latency_s: float | None,
+) -> TurnRecord:
+    """``record`` as a finished turn.
+
+    Args:
+        prompt: tokens of the prompt; ``cached`` of them were cached, and ``generated`` new ones followed.
+        figures: the plugin's (``meta_info["intentkv"]``); without any, everything is live.
+        ttft_s: seconds to the first token; ``latency_s``: to the last one. None where they were not measured.
+    """
     logical = figures.get("logical_tokens", prompt + generated)
     live = figures.get("live_tokens", logical)
     dead = figures.get("dead_tokens", 0)
@@ -132,8 +157,8 @@ def finished(record: TurnRecord, generation: Generation) -> TurnRecord:
             "forced": figures.get("forced_tokens", 0),
             "target": figures.get("target_tokens", 0),
             "generated": generated,
-            "ttft_s": generation.ttft_s,
-            "latency_s": generation.latency_s,
+            "ttft_s": ttft_s,
+            "latency_s": latency_s,
             "kv_reads": kv_reads(prompt, cached, live_cached, dead, generated),
         }
     )

@@ -26,6 +26,8 @@ class Method:
     forced: ForcedKeep
     while_decoding: bool = False
     """Also evict while a long generation outgrows its budget, every ``decode_interval`` tokens."""
+    decode_rule: Aggregator | None = None
+    """What scores then, where it is not the aggregator; it reads the same session memory."""
     layout: Layout = "redirect"
 
 
@@ -89,13 +91,18 @@ def method_problem(name: str, config: Config) -> str | None:
 
 
 def learned_method(rule: RuleName, config: Config) -> Method:
-    """``rule`` corrected by the trained head that the configuration names.
+    """``rule`` corrected by the trained head that the configuration names; in mid-decode the rule alone.
+
+    A head is trained for the moment behind a prompt: while an answer is written, the window's and the newest message's queries are gone
+    and its own tokens are among the candidates.
 
     Raises:
         ValueError: it names none; :func:`method_problem` says so to users before a method is built.
         ConfigError: the head is missing or damaged.
     """
+    from intentkv.aggregators.decayed_energy import DecayedEnergy
     from intentkv.aggregators.learned import Learned, head_queries
+    from intentkv.aggregators.query_memory import QueryMemoryRule
     from intentkv.head import load_head
     from intentkv.selection import ForcedKeep
 
@@ -106,4 +113,6 @@ def learned_method(rule: RuleName, config: Config) -> Method:
         head_queries(rule, head.config.feature_set, config.turn_queries, config.window),
         Learned(rule, head, config.decay),
         ForcedKeep(sinks=config.sinks, recent=config.recent),
+        while_decoding=True,
+        decode_rule=DecayedEnergy(config.decay) if rule == "assistant" else QueryMemoryRule(config.decay),
     )

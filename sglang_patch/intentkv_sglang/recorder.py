@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from intentkv.config import Config
+from intentkv.config import Config, RequestOptions, parse_request_options
 from intentkv.recording import RequestRecord, ShardWriter
 from intentkv_sglang import compat
 from intentkv_sglang.figures import KEY
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _BACKLOG = 1024
 """Requests that may wait to be written."""
 _FIGURES = ("prompt_tokens", "cached_tokens", "completion_tokens", "e2e_latency")
+_ARRIVED, _PREFILLED = "request_received_ts", "prefill_finished_time"
+"""Unix times SGLang gives when its metrics are on. A reply that does not stream tells nothing else of its first token."""
 _PROMPT, _CHAT = "_intentkv_prompt_ids", "_intentkv_chat"
 """Attributes that carry a request's token ids and messages from where SGLang knows them to where the request ends."""
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -42,6 +44,7 @@ class Recorder:
         """
         if config.record is None:
             raise ValueError("nothing is to be recorded")
+        self._config = config
         self._writer = ShardWriter(config.record, config.record_limit_mb << 20, config.record_shard_mb << 20)
         self._queue: queue.Queue[tuple[Any, dict[str, Any], float] | None] = queue.Queue(_BACKLOG)
         self.dropped = 0
@@ -81,7 +84,7 @@ class Recorder:
     def _run(self) -> None:
         while (note := self._queue.get()) is not None:
             try:
-                line = record_of(*note).model_dump_json().encode()
+                line = record_of(*note, self._config).model_dump_json().encode()
                 self._writer.write(line)
             except (OSError, ValidationError, ValueError, TypeError, AttributeError, KeyError) as error:
                 self.dropped += 1
@@ -89,8 +92,14 @@ class Recorder:
                     logger.warning("A request could not be recorded (further ones are only counted): %s", error)
 
 
-def record_of(obj: Any, out: dict[str, Any], finished: float) -> RequestRecord:
-    """The record of a finished request: SGLang's request object and its last output.
+def record_of(obj: Any, out: dict[str, Any], finished: float, config: Config) -> RequestRecord:
+    """The record of a finished request.
+
+    Args:
+        obj: SGLang's request object.
+        out: its last output.
+        finished: Unix time, seconds.
+        config: of the server.
 
     Raises:
         ValidationError: SGLang's objects do not hold what is expected.
@@ -101,12 +110,20 @@ def record_of(obj: Any, out: dict[str, Any], finished: float) -> RequestRecord:
     figures = {name: meta[name] for name in _FIGURES if name in meta}
     for ours in meta.get(KEY) or []:
         figures.update(ours)
+    if _ARRIVED in meta and _PREFILLED in meta:
+        figures["ttft"] = meta[_PREFILLED] - meta[_ARRIVED]
+    options = _options(obj)
+    limit = options.limit(config)
     prompt = getattr(obj, _PROMPT, None)
     return RequestRecord(
         id=obj.rid,
         session=getattr(obj, "session_id", None),
         finished=finished,
         model=getattr(chat, "model", "") or "",
+        method=options.method or config.method,
+        budget=None if isinstance(limit, float) else limit,
+        budget_ratio=limit if isinstance(limit, float) else None,
+        finish=(meta.get("finish_reason") or {}).get("type", ""),
         messages=[_plain(message) for message in getattr(chat, "messages", None) or []],
         tools=[_plain(tool) for tool in getattr(chat, "tools", None) or []],
         input_ids=list(prompt if prompt is not None else obj.input_ids),
@@ -115,6 +132,13 @@ def record_of(obj: Any, out: dict[str, Any], finished: float) -> RequestRecord:
         tool_calls=list(tool_calls(text)),
         figures=figures,
     )
+
+
+def _options(obj: Any) -> RequestOptions:
+    """The request's own options, which were validated when it arrived."""
+    params = getattr(obj, "sampling_params", None)
+    raw = ((params.get("custom_params") if isinstance(params, dict) else None) or {}).get(compat.BACKEND_NAME)
+    return RequestOptions() if raw is None else parse_request_options(raw)
 
 
 def _plain(value: Any) -> dict[str, Any]:

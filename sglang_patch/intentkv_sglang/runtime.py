@@ -187,10 +187,8 @@ class Runtime:
         method = build_method(options.method or self.config.method, self.config)
         if options.keep:
             method = replace(method, forced=replace(method.forced, protected=tuple(options.keep)))
-        ratio = options.budget_ratio if options.budget is None else None
-        if ratio is None and options.budget is None:
-            ratio = self.config.budget_ratio
-        budget: Budget = HistoryRatio(ratio) if ratio is not None else FixedTokens(options.budget or self.config.budget)
+        limit = options.limit(self.config)
+        budget: Budget = HistoryRatio(limit) if isinstance(limit, float) else FixedTokens(limit)
         hysteresis = self.config.hysteresis if options.hysteresis is None else options.hysteresis
         return method, budget, OverTarget(hysteresis)
 
@@ -317,8 +315,8 @@ class Runtime:
 
     def _shrink(self, request: RunningRequest, interval: int) -> bool:
         """Check the generated tokens of a running request into the tree, then evict as after a prefill (architecture D4)."""
-        aggregator, req = request.method.aggregator, request.req
-        assert aggregator is not None
+        req, rule = request.req, request.method.decode_rule or request.method.aggregator
+        assert rule is not None
         started = time.perf_counter()
         n = request.computed
         forced = torch.zeros(n, dtype=torch.bool)
@@ -339,8 +337,8 @@ class Runtime:
         # As if the turn ended here, on a copy: its end folds all its queries in once.
         state = replace(request.state, memory=dict(request.state.memory))
         if request.turn is not None:
-            aggregator.absorb(state, request.turn.captured(Span("assistant", request.prompt.generation_start, n)), keys, request.prompt)
-        score = partial(aggregator.score, state, captured=(), keys=keys, prompt=request.prompt)
+            rule.absorb(state, request.turn.captured(Span("assistant", request.prompt.generation_start, n)), keys, request.prompt)
+        score = partial(rule.score, state, captured=(), keys=keys, prompt=request.prompt)
         self.evictions.select(request, req.last_node, decision, score, True, started)
         return True
 

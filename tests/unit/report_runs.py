@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from intentkv.recording import RequestRecord
 from intentkv_eval import bench_capacity, bench_decode, bench_prune
 from intentkv_eval.bench_arms import Origin
 from intentkv_eval.bench_counters import PruneFigures
@@ -100,6 +101,60 @@ def write_watch(folder: Path) -> Path:
     folder.mkdir()
     (folder / "watch.json").write_text(json.dumps({"arm": "served", "provenance": provenance("assistant").model_dump()}))
     (folder / "pool.jsonl").write_text("\n".join(SAMPLES) + "\n")
+    return folder
+
+
+def log_line(
+    request: str,
+    prompt: Sequence[int],
+    cached: int = 0,
+    dead: int = 0,
+    calls: Sequence[str] = (),
+    ttft: float | None = 0.5,
+    output: Sequence[int] = (7,) * 10,
+    **fields: Any,
+) -> str:
+    """One request as the recorder writes it: ten generated tokens, ``dead`` positions pruned when five of them were there."""
+    logical = len(prompt) + 10
+    figures = {
+        "prompt_tokens": len(prompt),
+        "cached_tokens": cached,
+        "completion_tokens": 10,
+        "e2e_latency": 1.4,
+        "logical_tokens": logical,
+        "live_tokens": logical - dead,
+        "dead_tokens": dead,
+        "pruned_tokens": dead,
+        "forced_tokens": 0,
+        "target_tokens": 0,
+        "live_cached_tokens": cached,
+        "peak_live_tokens": logical - 5 if dead else logical,
+    }
+    if ttft is not None:
+        figures["ttft"] = ttft
+    record = {"method": "assistant", "budget": 64, "finish": "length", "figures": figures} | fields
+    tools = [{"name": name, "arguments": {}} for name in calls]
+    return RequestRecord(id=request, input_ids=list(prompt), output_ids=list(output), tool_calls=tools, **record).model_dump_json()
+
+
+def write_log(folder: Path, ttft: float | None = 0.5) -> Path:
+    """What ``intentkv record`` writes, in two shards: a session, a client without one, another method, an abort and a cut line."""
+    folder.mkdir()
+    shards = [
+        [
+            log_line("r1", range(100), session="agent", calls=["look"], ttft=ttft),
+            log_line("r2", range(500, 550), ttft=ttft),
+        ],
+        [
+            log_line("r3", range(200), cached=110, dead=140, session="agent", calls=["look", "find"], ttft=ttft),
+            log_line("r4", range(500, 600), cached=60, ttft=ttft),
+            log_line("r5", range(300), session="agent", finish="abort", figures={"completion_tokens": 0}, output=[], ttft=ttft),
+            '{"schema_version": "intentkv-log/1", "id": "r5", "inp',
+            log_line("r6", range(700, 900), method="snapkv", budget=None, budget_ratio=0.5, ttft=ttft),
+        ],
+    ]
+    for number, lines in enumerate(shards):
+        (folder / f"requests-{number:06d}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 

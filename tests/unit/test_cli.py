@@ -62,9 +62,13 @@ def test_record_serves_and_evicts_nothing(serve_calls: list[Any], tmp_path: Path
 
 
 def test_doctor_passes_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches flags that doctor checks a server without."""
-    _replace(monkeypatch, "intentkv_sglang.doctor", run=lambda extra: len(extra))
-    assert RUNNER.invoke(cli.app, ["doctor", "--page-size", "16"]).exit_code == 2
+    """Catches flags that doctor checks a server without, and flags of ours that it gives to SGLang or does not check."""
+    _replace(monkeypatch, "intentkv_sglang.doctor", run=lambda extra: 10 + len(extra))
+    ours = ["--model", "m", "--budget", "64", "--method", "snapkv"]
+    assert RUNNER.invoke(cli.app, ["doctor", *ours, "--page-size", "16"]).exit_code == 12
+    result = RUNNER.invoke(cli.app, ["doctor", "--model", "m", "--method", "assistant-learned"])
+    assert result.exit_code == 2
+    assert "--head" in result.stderr
 
 
 BAD = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from intentkv.recording import ShardWriter
+from intentkv.recording import ShardWriter, shards
 
 pytestmark = pytest.mark.unit
 
@@ -24,12 +24,12 @@ def test_bounded_and_in_order(tmp_path_factory, sizes, limit, shard):
         line = f"{number}:{'x' * size}".encode()
         written.append(line)
         writer.write(line)
-        files = writer.shards()
+        files = shards(folder)
         total = sum(p.stat().st_size for p in files)
         assert total <= max(limit, len(line) + 1) + shard or len(files) == 1
         assert total <= limit or len(files) == 1
         assert all(p.stat().st_size <= max(shard, 200) for p in files)
-    kept = b"".join(p.read_bytes() for p in writer.shards()).splitlines()
+    kept = b"".join(p.read_bytes() for p in shards(folder)).splitlines()
     assert kept == written[len(written) - len(kept) :]
     assert not written or kept[-1] == written[-1]
 
@@ -39,7 +39,7 @@ def test_private(tmp_path):
     writer = ShardWriter(folder, 1000, 100)
     writer.write(b"x")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert stat.S_IMODE(writer.shards()[0].stat().st_mode) == 0o600
+    assert stat.S_IMODE(shards(folder)[0].stat().st_mode) == 0o600
 
 
 def test_a_new_run_begins_a_new_shard(tmp_path):

@@ -14,7 +14,7 @@ from intentkv_eval.report import write_report
 from intentkv_eval.turns import TurnRecord
 
 from ..browser import chromium_page
-from .report_runs import HOSTILE, TURNS, turn, write_decode, write_prune, write_run, write_watch
+from .report_runs import HOSTILE, TURNS, turn, write_decode, write_log, write_prune, write_run, write_watch
 
 pytestmark = pytest.mark.unit
 
@@ -150,3 +150,23 @@ def test_single_run(tmp_path: Path) -> None:
         assert page.locator(".card").count() == 0
         assert page.locator("#chart-ratios").count() == 0
         assert "compared" not in page.locator("#about").inner_text()
+
+
+def test_request_log(tmp_path: Path) -> None:
+    """Catches a log of real clients that does not draw, and pictures of what it does not hold."""
+    write_report([write_log(tmp_path / "logs", ttft=None)], tmp_path / "report.html")
+    with chromium_page(offline=True) as page:
+        page.goto((tmp_path / "report.html").as_uri())
+        page.wait_for_selector("#chart-tokens .plot .main-svg")
+        assert drawn(page, "tokens")["assistant 64"] == [(110 + 60) / 2, (70 + 110) / 2]
+        assert drawn(page, "hits")["assistant 64"] == [0, round((110 + 60) / 300, 4), 0]
+        assert drawn(page, "evictions")["assistant 64"] == [0, 70]
+        assert page.locator("#chart-latency").count() == 0
+        assert page.locator("#chart-pool0").count() == 0
+        assert shown(page, "TTFT p50")[1] == "–"
+        assert shown(page, "whole turn p50")[1] == "1.40 s"
+        assert shown(page, "failed or skipped turns")[1] == "1"
+        page.select_option("#trajectory", "agent")
+        assert drawn(page, "tokens")["assistant 64"] == [110, 70]
+        page.locator('input[data-arm="snapkv 50%"]').uncheck()
+        assert "snapkv 50%" not in drawn(page, "peaks")

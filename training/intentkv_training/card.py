@@ -22,8 +22,8 @@ def write_card(folder: Path, head: HeadConfig, settings: TrainSettings, examples
 
 A learned residual on the `{head.rule}` rule score: which positions of an agent's KV cache are worth keeping.
 
-Serve it with `intentkv serve --method {head.method} --head DIR`. It fits models of family {shape.model_type} with {shape.layers} layers,
-{shape.query_heads} query heads, {shape.kv_heads} KV heads of dimension {shape.head_dim}, and is refused elsewhere.
+Serve it with `intentkv serve --model MODEL --method {head.method} --head DIR`. It fits models of family {shape.model_type} with
+{shape.layers} layers, {shape.query_heads} query heads, {shape.kv_heads} KV heads of dimension {shape.head_dim}, and is refused elsewhere.
 
 | | |
 |---|---|

@@ -44,6 +44,8 @@ ROWS_FILE, SUMMARY_FILE = "rows.jsonl", "summary.json"
 
 
 class Case(NamedTuple):
+    """A conversation and the place where its past is evicted from."""
+
     trajectory: Trajectory
     tokens: Tokens
     """Up to the end of what is read."""
@@ -93,13 +95,17 @@ class Row(BaseModel):
     source: str
     arm: str
     ratio: float
+    """Share of the history that stays."""
     cut: int
+    """Tokens before the place of eviction."""
     kept: int
     """History tokens that stayed."""
     scored: int
+    """Tokens behind the cut that are predicted."""
     kl: float
     """Mean KL(full ‖ pruned) over the scored tokens, nats."""
     nll: float
+    """Negative log-likelihood of the recorded tokens, nats a token."""
     dnll: float
     """Change of the negative log-likelihood of the recorded tokens against the full cache."""
     top1: float
@@ -111,13 +117,15 @@ class Row(BaseModel):
 
 
 class Arm(NamedTuple):
+    """One way to score the history of a case."""
+
     name: str
     scores: torch.Tensor
     """[n] float32 of ``history``."""
     history: torch.Tensor
     """[n] int64 positions to choose from."""
     forced: torch.Tensor
-    """[cut] bool."""
+    """[cut] bool: what stays in any case."""
     score_ms: float = 0.0
 
     def visible(self, ratio: float) -> torch.Tensor:
@@ -255,9 +263,12 @@ def methods_of(names: Sequence[str], heads: Sequence[Path], model: FrozenModel, 
 
 
 class ArmSummary(BaseModel):
+    """An arm at one budget: means of its rows, intervals over conversations; the fields are those of :class:`Row`."""
+
     arm: str
     ratio: float
     n: int
+    """Conversations."""
     kl: Interval | None
     nll: float
     dnll: Interval | None
@@ -280,6 +291,8 @@ class GapClosed(BaseModel):
 
 
 class Summary(BaseModel):
+    """``summary.json``: where the numbers come from, and the numbers."""
+
     command: list[str]
     versions: dict[str, str]
     device: str
@@ -348,7 +361,16 @@ def table_of(arms: Sequence[ArmSummary]) -> Table:
 def evaluate(
     cases: Sequence[Case], model: FrozenModel, methods: dict[str, Method], ratios: Sequence[float], batch: int, out: Path
 ) -> list[Row]:
-    """Rows of all cases; each case's are written to ``out/rows.jsonl`` when they are there, and not computed again."""
+    """Rows of all cases; each case's are written to ``out/rows.jsonl`` when they are there, and not computed again.
+
+    Args:
+        methods: by the name of their arm; the oracles are added.
+        ratios: shares of the history that stay.
+        batch: keep-sets read at a time.
+
+    Raises:
+        ConfigError: ``out`` holds results of other arms.
+    """
     file = out / ROWS_FILE
     out.mkdir(parents=True, exist_ok=True)
     rows = [Row.model_validate_json(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.exists() else []

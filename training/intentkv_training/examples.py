@@ -92,6 +92,7 @@ class Example:
     """[n] bool: tokens of the chat template, not of any message's content."""
 
     def to_bytes(self) -> bytes:
+        """As safetensors; keys and features in half precision, what both rules share once."""
         some = self.inputs["assistant"]
         tensors = {
             "keys": some.keys.half(),
@@ -106,6 +107,7 @@ class Example:
 
     @classmethod
     def from_bytes(cls, data: bytes, floor: float) -> Example:
+        """What :meth:`to_bytes` gave; ``floor`` is that of the settings it was made with."""
         tensors = load(data)
         inputs: dict[RuleName, HeadInputs] = {}
         rules: tuple[RuleName, ...] = ("assistant", "intentkv")
@@ -129,7 +131,7 @@ def session_turns(tokens: Tokens, reading: Reading, model: FrozenModel, settings
 
 
 def head_inputs(turn: Turn, history: torch.Tensor, rule: RuleName, feature_set: FeatureSet, settings: ExampleSettings) -> HeadInputs:
-    """What a server would give a head at this turn."""
+    """What a server would give a head at this turn for the candidates ``history`` ([n] int64)."""
     features = HeadFeatures(settings.decay, settings.floor, layered=True)
     return features.inputs(rule, feature_set, turn.state, history.to(turn.keys.device), turn.captured, turn.keys, turn.prompt)
 
@@ -137,7 +139,12 @@ def head_inputs(turn: Turn, history: torch.Tensor, rule: RuleName, feature_set: 
 def make_example(
     turn: Turn, tokens: Tokens, reading: Reading, trajectory: Trajectory, model: FrozenModel, settings: ExampleSettings
 ) -> Example:
-    """Features and labels of one turn."""
+    """Features and labels of one turn.
+
+    Args:
+        tokens: of the whole conversation, which ``reading`` has read: labels look behind the turn.
+        trajectory: its messages, for the published label.
+    """
     history = candidates(turn.prompt)
     rules: tuple[RuleName, ...] = ("assistant", "intentkv")
     inputs = {rule: head_inputs(turn, history, rule, "layered", settings).to("cpu") for rule in rules}

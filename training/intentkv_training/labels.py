@@ -31,7 +31,7 @@ class FutureAttention:
 
 
 def future_attention(reading: Reading, n: int, positions: Sequence[int]) -> FutureAttention:
-    """Attention of the queries at ``positions`` (later than ``n``) over everything they see, of which the first ``n`` are returned."""
+    """Attention of the queries at ``positions`` (at least one, all from ``n`` on) over what they see; its first ``n`` are returned."""
     device = reading.device
     totals = torch.zeros(3, n, device=device)
     at = torch.tensor(positions, dtype=torch.int64, device=device)

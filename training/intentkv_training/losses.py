@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,9 +34,6 @@ class LossWeights(BaseModel):
     """Of the ranking term, in logits."""
 
 
-Preset = Literal["published", "energy"]
-
-
 def default_weights(label: Label) -> LossWeights:
     """Weights for a label: the published four terms for the published one, regression and listwise for the others (docs/train.md)."""
     if label == "published":
@@ -47,15 +43,17 @@ def default_weights(label: Label) -> LossWeights:
 
 @dataclass(frozen=True)
 class Batch:
-    """Evictions of one step, padded to one number of candidates."""
+    """B evictions of one step, padded to one number n of candidates."""
 
     inputs: HeadInputs
+    """With a leading dimension B."""
     label: torch.Tensor
     """[B, n] float32: 0 or 1 for the published label, else at least 0."""
     valid: torch.Tensor
     """[B, n] bool: False at padding and at tokens that are left out."""
 
     def to(self, device: torch.device | str) -> Batch:
+        """The same on another device."""
         return Batch(self.inputs.to(device), self.label.to(device), self.valid.to(device))
 
 

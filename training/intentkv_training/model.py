@@ -44,19 +44,24 @@ class Reading(LayerwiseKeys):
 
     @property
     def device(self) -> torch.device:
+        """Where its tensors are."""
         return self.all_keys[0].device
 
     @property
     def live(self) -> torch.Tensor:
+        """[end] int64: nothing is evicted here."""
         return self.live_before(self.end)
 
     def live_before(self, end: int) -> torch.Tensor:
+        """[min(end, self.end)] int64."""
         return torch.arange(min(end, self.end), device=self.device)
 
     def keys(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.scoring.LayerwiseKeys.keys`."""
         return self.all_keys[layer][positions].float()
 
     def values(self, layer: int, positions: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.scoring.LayerwiseKeys.values`."""
         return self.all_values[layer][positions].float()
 
     def raw_queries(self, positions: Sequence[int]) -> torch.Tensor:
@@ -106,6 +111,7 @@ class FrozenModel:
 
     @property
     def name(self) -> str:
+        """Folder or id it was loaded from."""
         return str(self._model.config.name_or_path)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -139,7 +145,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def read(self, ids: Sequence[int], layer_stride: int = 1) -> Reading:
-        """One dense pass over ``ids``."""
+        """One dense pass over ``ids``, of which every ``layer_stride``-th layer will be scored."""
         self._seen = []
         try:
             self._model.base_model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)

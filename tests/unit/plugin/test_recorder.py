@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from intentkv.config import Config
-from intentkv.recording import RequestRecord
+from intentkv.recording import RequestRecord, shards
 from intentkv_sglang.recorder import Recorder, record_of, tool_calls
 
 pytestmark = pytest.mark.unit
 
 
 def generation(rid="r1", **fields):
-    return SimpleNamespace(rid=rid, session_id="s1", input_ids=None, headers={"authorization": "Bearer topsecret"}, **fields)
+    return SimpleNamespace(rid=rid, session_id="s1", input_ids=[1], headers={"authorization": "Bearer topsecret"}, **fields)
 
 
 OUT = {
@@ -38,7 +38,7 @@ def recorder(tmp_path):
 
 def lines(recorder):
     recorder.close()
-    return [json.loads(line) for shard in recorder._writer.shards() for line in shard.read_text().splitlines()]
+    return [json.loads(line) for shard in shards(recorder._config.record) for line in shard.read_text().splitlines()]
 
 
 def test_a_chat_request(recorder):
@@ -113,7 +113,35 @@ def test_token_ids_of_the_request_itself():
     """Without a note from validation. Catches: a record without its prompt."""
     obj = generation()
     obj.input_ids = [4, 5]
-    assert record_of(obj, OUT, 1.0).input_ids == [4, 5]
+    assert record_of(obj, OUT, 1.0, Config()).input_ids == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("server", "request_", "expected"),
+    [
+        ({}, None, ("assistant", 8192, None)),
+        ({"budget_ratio": 0.5}, None, ("assistant", None, 0.5)),
+        ({"budget_ratio": 0.5}, {"budget": 64, "method": "snapkv"}, ("snapkv", 64, None)),
+        ({"budget": 64}, {"budget_ratio": 0.25}, ("assistant", None, 0.25)),
+    ],
+)
+def test_what_served_it(server, request_, expected):
+    """Catches: the server's settings where the request had its own, in either of the forms that options have on their way."""
+    for options in (request_, json.dumps(request_)) if request_ else (None,):
+        obj = generation(sampling_params={"custom_params": {"intentkv": options}})
+        record = record_of(obj, OUT, 1.0, Config(**server))
+        assert (record.method, record.budget, record.budget_ratio) == expected
+
+
+def test_first_token_and_end():
+    """SGLang's own times. Catches: a first token measured where a reply that does not stream arrives, an abort taken for an answer."""
+    meta = OUT["meta_info"] | {
+        "finish_reason": {"type": "abort"}, "request_received_ts": 100.5, "prefill_finished_time": 101.75, "decode_throughput": 1e7,
+    }  # fmt: skip
+    record = record_of(generation(), OUT | {"meta_info": meta}, 1.0, Config())
+    assert record.figures["ttft"] == 1.25
+    assert record.finish == "abort"
+    assert "ttft" not in record_of(generation(), OUT, 1.0, Config()).figures
 
 
 def test_tool_calls():

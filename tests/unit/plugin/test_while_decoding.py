@@ -7,9 +7,12 @@ names a freed slot, a lock or a slot lost by the checkpoint, and a pass that see
 from __future__ import annotations
 
 import pytest
+import torch
 
+from intentkv.head import HeadConfig, ModelShape, ResidualHead, save_head
 from intentkv_sglang.figures import KEY
 
+from .conftest import DIM, KV_HEADS, LAYERS, Q_HEADS
 from .test_runtime import Formulas, dead_of, figures, losers
 
 pytestmark = pytest.mark.unit
@@ -25,6 +28,27 @@ def chat(tokenizers):
 @pytest.fixture
 def tokenizer(tokenizers):
     return tokenizers["chatml"]
+
+
+@pytest.fixture
+def head_of(tmp_path):
+    """Options of a server with ``method``: a learned one gets a head that turns its rule's order over."""
+
+    def options(method):
+        rule, learned, _ = method.partition("-learned")
+        if not learned:
+            return {"method": method}
+        shape = ModelShape(model_type="llama", layers=len(LAYERS), query_heads=Q_HEADS, kv_heads=KV_HEADS, head_dim=DIM)
+        head = ResidualHead(HeadConfig(rule=rule, residual="additive", shape=shape))
+        with torch.no_grad():  # s = rule - 1000 gelu(rule + 1)
+            head.hidden.weight.zero_()
+            head.hidden.weight[0, 3 * DIM] = 1
+            head.hidden.bias.fill_(1)
+            head.output.weight[0, 0] = -1000
+        save_head(head, tmp_path / "head")
+        return {"method": method, "head": tmp_path / "head"}
+
+    return options
 
 
 def opening(chat):
@@ -44,11 +68,11 @@ def generate(engine, req, steps):
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("method", ["streamingllm", "random", "intentkv", "assistant"])
-def test_a_long_generation_stays_near_its_budget(engine, tokenizer, chat, method, deferred):
+@pytest.mark.parametrize("method", ["streamingllm", "random", "intentkv", "assistant", "intentkv-learned", "assistant-learned"])
+def test_a_long_generation_stays_near_its_budget(engine, tokenizer, chat, head_of, method, deferred):
     """Catches: generated tokens that are never evicted, the prompt's forced part or the newest tokens gone, an unbounded cadence."""
     budget, interval = 60, 8
-    engine.start_runtime(tokenizer, deferred, method=method, budget=budget, decode_interval=interval)
+    engine.start_runtime(tokenizer, deferred, **head_of(method), budget=budget, decode_interval=interval)
     prompt = whole(chat)
     output = [7 + i for i in range(120)]
     req = engine.request("r", prompt, output=output, session_id="s")
@@ -71,13 +95,15 @@ def test_a_long_generation_stays_near_its_budget(engine, tokenizer, chat, method
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-def test_the_running_turn_decides(engine, tokenizer, chat, dense, deferred):
+@pytest.mark.parametrize("method", ["assistant", "assistant-learned"])
+def test_the_running_turn_decides(engine, tokenizer, chat, dense, head_of, method, deferred):
     """The queries of the turn so far score everything they saw, history and own text; when the turn ends they are folded in once.
+    A head has no part in it.
 
     Catches: a partial turn that decays the memory or is counted again at the end, a query of the pass under way that nobody computed yet.
     """
     budget, interval = 40, 10
-    engine.start_runtime(tokenizer, deferred, method="assistant", budget=budget, decode_interval=interval, window=5)
+    engine.start_runtime(tokenizer, deferred, **head_of(method), budget=budget, decode_interval=interval, window=5)
     system, newest = opening(chat)
     prompt = system + newest
     output = [7 + i for i in range(24)]
