@@ -192,12 +192,13 @@ def test_the_default_model_has_its_head(tmp_path, monkeypatch):
     assert CliRunner().invoke(cli.app, [*command, "--model", "other"]).exit_code == 2
 
 
-def test_the_head_of_the_default_model():
+@pytest.mark.parametrize("method", ["assistant-learned", "intentkv-learned"])
+def test_heads_of_the_default_model(method):
     """Catches: a head in the package that no longer fits the code's features, or another model."""
-    folder = packaged_head("assistant-learned")
+    folder = packaged_head(method)
     assert folder is not None
     head = load_head(folder)
     shape = ModelShape(model_type="llama", layers=30, query_heads=9, kv_heads=3, head_dim=64)
-    assert head.config.method == "assistant-learned"
+    assert head.config.method == method
     assert head.config.problem(shape, layer_stride=1) is None
     assert float(head.output.weight.abs().max()) > 0, "it is untrained"

@@ -213,7 +213,7 @@ def fit(
     )
     if head is not None:
         typer.echo(f"Head written to {out} ({', '.join(f'{k} {v:.4g}' for k, v in head.metrics.items())}).")
-        typer.echo(f"Serve it: intentkv serve --method {head.method} --head {out}")
+        typer.echo(f"Serve it: intentkv serve --model {model or 'DIR'} --method {head.method} --head {out}")
 
 
 @app.command()

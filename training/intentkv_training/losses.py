@@ -35,10 +35,10 @@ class LossWeights(BaseModel):
 
 
 def default_weights(label: Label) -> LossWeights:
-    """Weights for a label: the published four terms for the published one, regression and listwise for the others (docs/train.md)."""
+    """Weights for a label: the published four terms for the published one, listwise for the others (docs/log.md has the sweep)."""
     if label == "published":
         return LossWeights(bce=1.0, ranking=0.5, retain=0.1, memory=1e-4)
-    return LossWeights(regression=1.0, listwise=0.5)
+    return LossWeights(listwise=1.0)
 
 
 @dataclass(frozen=True)

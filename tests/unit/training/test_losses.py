@@ -83,4 +83,4 @@ def test_ranking(head, case, label_name):
 
 def test_defaults_per_label():
     assert default_weights("published").bce > 0
-    assert default_weights("value_energy").regression > 0
+    assert default_weights("value_energy").listwise > 0
