@@ -117,5 +117,6 @@ done
 wait "${workers[@]}"
 for cell in $CELLS; do
   IFS=: read -r kind sessions _ <<<"$cell"
+  # it says itself what is missing; the other cells are still worth putting together
   python3 -m intentkv_eval.bench_merge "$OUT/$kind-$sessions/"*/bench_capacity.json --out "$OUT/$kind-$sessions" || true
 done

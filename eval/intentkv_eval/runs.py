@@ -171,6 +171,7 @@ def _load_served(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
     if not served.turns:
         reason = served.broken[0] if served.broken else "no requests were logged"
         raise ConfigError(f"{str(files[0].parent)!r} holds no request that could be read: {reason}.")
+    sha256 = sha256_of(files)  # reads them whole
     runs = [
         Run(
             label=arm,
@@ -180,7 +181,7 @@ def _load_served(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
             prune=None,
             wall_s=None,
             provenance=None,
-            data_sha256=sha256_of(files),
+            data_sha256=sha256,
         )
         for arm in dict.fromkeys(turn.arm for turn in served.turns)
     ]

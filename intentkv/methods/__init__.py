@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -100,19 +100,16 @@ def learned_method(rule: RuleName, config: Config) -> Method:
         ValueError: it names none; :func:`method_problem` says so to users before a method is built.
         ConfigError: the head is missing or damaged.
     """
-    from intentkv.aggregators.decayed_energy import DecayedEnergy
     from intentkv.aggregators.learned import Learned, head_queries
-    from intentkv.aggregators.query_memory import QueryMemoryRule
     from intentkv.head import load_head
-    from intentkv.selection import ForcedKeep
 
     if config.head is None:
         raise ValueError("a learned method was built without a head")
     head = load_head(config.head)
-    return Method(
-        head_queries(rule, head.config.feature_set, config.turn_queries, config.window),
-        Learned(rule, head, config.decay),
-        ForcedKeep(sinks=config.sinks, recent=config.recent),
-        while_decoding=True,
-        decode_rule=DecayedEnergy(config.decay) if rule == "assistant" else QueryMemoryRule(config.decay),
+    plain = build_method(rule, config)
+    return replace(
+        plain,
+        queries=head_queries(rule, head.config.feature_set, config.turn_queries, config.window),
+        aggregator=Learned(rule, head, config.decay),
+        decode_rule=plain.aggregator,
     )
