@@ -70,7 +70,7 @@ def whole_session(server: Client, chat: Chat, session: str, method: str) -> tupl
 def training_scores(chat: Chat, method: Method, frozen: FrozenModel, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(candidates, scores) at the last prompt, as examples are made."""
     chat = replace(chat, ids=list(chat.ids), spans=list(chat.spans)).answered(chat.words(5))
-    tokens = tokenise(Trajectory(id="x", source="x", group="x", token_ids=tuple(chat.ids)), frozen, 100_000)
+    tokens = tokenise(Trajectory(id="x", source="x", group="x", token_ids=tuple(chat.ids)), frozen)
     # The server was told to ignore the end: the end marker behind each answer is the client's and was not generated.
     tokens = replace(tokens, message_end=[*tokens.message_end, 0])
     assert method.aggregator is not None

@@ -105,8 +105,11 @@ def examples(
     files: _Logs,
     model: _Model,
     out: Annotated[Path, typer.Option(help="Folder for the examples; an interrupted run goes on.")],
-    max_tokens: Annotated[int, typer.Option(min=1, help="A conversation is cut behind its last message that fits.")] = 6000,
-    per_trajectory: Annotated[int, typer.Option(min=1, help="Turns of a conversation that become examples.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of a piece of a conversation that the model reads at once.")] = 6000,
+    pieces: Annotated[
+        int, typer.Option(min=1, help="Pieces of a longer conversation, at most; each begins with its system prompt and task.")
+    ] = 8,
+    per_piece: Annotated[int, typer.Option(min=1, help="Turns of a piece that become examples.")] = 8,
     min_history: Annotated[int, typer.Option(min=1, help="Leave out turns with fewer tokens to choose from.")] = 256,
     horizon_turns: Annotated[int, typer.Option(min=1, help="Assistant turns whose queries are the future.")] = 2,
     test: Annotated[float, typer.Option(min=0, max=0.9, help="Share of the groups held out for evaluation.")] = 0.25,
@@ -126,7 +129,8 @@ def examples(
         frozen,
         files,
         max_tokens=max_tokens,
-        per_trajectory=per_trajectory,
+        pieces=pieces,
+        per_piece=per_piece,
         min_history=min_history,
         horizon_turns=horizon_turns,
         test=test,

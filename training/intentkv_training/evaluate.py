@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,14 +72,12 @@ def find_cases(
         if split not in ("all", split_of(item.group, settings)):
             left_out["another split"] += 1
             continue
-        tokens = tokenise(item, model, min(rules.window, model.context), settings.tools)
+        tokens = tokenise(item, model, settings.tools).until(min(rules.window, model.context))
         cut = find_cut(tokens.messages, rules)
         if cut is None or not any(s.start == cut.at and s.role == "assistant" for s in tokens.messages):
             left_out["no usable cut"] += 1
             continue
-        kept = Tokens(
-            tokens.ids[: cut.end], tuple(s for s in tokens.messages if s.start < cut.end), tokens.generation_prompt, tokens.message_end
-        )
+        kept = replace(tokens, ids=tokens.ids[: cut.end], messages=tuple(s for s in tokens.messages if s.start < cut.end))
         cases.append(Case(item, kept, cut))
         if limit is not None and len(cases) == limit:
             break

@@ -28,7 +28,7 @@ from intentkv.spans import Prompt
 from intentkv.trajectories import Broken, Trajectory, read_trajectories, sha256_of
 from intentkv_training.labels import LABELS, Label, argument_texts, future_attention, future_queries, matched_tokens
 from intentkv_training.model import FrozenModel, Reading
-from intentkv_training.session import Tokens, Turn, tokenise, turns
+from intentkv_training.session import Tokens, Turn, pieces, tokenise, turns
 
 Split = Literal["train", "validation", "test"]
 
@@ -45,9 +45,11 @@ class ExampleSettings(BaseModel):
     shape: ModelShape
     data_sha256: str
     max_tokens: int = Field(default=6000, ge=1)
-    """A conversation is cut behind its last message that fits."""
-    per_trajectory: int = Field(default=8, ge=1)
-    """Turns of one conversation that become examples, evenly spaced."""
+    """Length of a piece; it ends behind its last whole message that fits."""
+    pieces: int = Field(default=8, ge=1)
+    """Pieces of a longer conversation, at most (:func:`intentkv_training.session.pieces`)."""
+    per_piece: int = Field(default=8, ge=1)
+    """Turns of one piece that become examples, evenly spaced."""
     min_history: int = Field(default=256, ge=1)
     """Candidates below which nothing is to be learned."""
     horizon_turns: int = Field(default=2, ge=1)
@@ -142,8 +144,8 @@ def make_example(
     """Features and labels of one turn.
 
     Args:
-        tokens: of the whole conversation, which ``reading`` has read: labels look behind the turn.
-        trajectory: its messages, for the published label.
+        tokens: what ``reading`` has read, to its end: labels look behind the turn.
+        trajectory: the whole conversation's messages, for the published label.
     """
     history = candidates(turn.prompt)
     rules: tuple[RuleName, ...] = ("assistant", "intentkv")
@@ -164,7 +166,7 @@ def make_example(
 def _published(history: torch.Tensor, turn: Turn, tokens: Tokens, trajectory: Trajectory, model: FrozenModel, calls: int) -> torch.Tensor:
     """1 where a token's text is part of an argument of the next tool calls."""
     said = [i for i, message in enumerate(trajectory.messages) if message.role == "assistant"]
-    before = sum(span.role == "assistant" and span.start < turn.answer.start for span in tokens.messages)
+    before = tokens.skipped + sum(span.role == "assistant" and span.start < turn.answer.start for span in tokens.messages)
     if before >= len(said):
         return torch.zeros(history.shape[0])
     wanted = argument_texts(trajectory.messages[said[before] :], calls)
@@ -308,16 +310,23 @@ def build_examples(
 
 def _rows(trajectory: Trajectory, model: FrozenModel, settings: ExampleSettings, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     counts["trajectories"] += 1
-    tokens = tokenise(trajectory, model, min(settings.max_tokens, model.context), settings.tools)
-    answers = [span for span in tokens.messages if span.role == "assistant"]
-    if not answers:
+    whole = tokenise(trajectory, model, settings.tools)
+    if not any(span.role == "assistant" for span in whole.messages):
         counts["trajectories without an assistant turn"] += 1
         return
+    for tokens in pieces(whole, min(settings.max_tokens, model.context), settings.pieces):
+        counts["pieces"] += 1
+        chosen = _chosen_turns(tokens, model, settings)
+        if chosen:
+            yield from _piece_rows(trajectory, tokens, chosen, model, settings, counts)
+        else:
+            counts["pieces too short"] += 1
+
+
+def _piece_rows(
+    trajectory: Trajectory, tokens: Tokens, chosen: set[int], model: FrozenModel, settings: ExampleSettings, counts: Counter[str]
+) -> Iterator[dict[str, Any]]:
     reading = model.read(tokens.ids, settings.layer_stride)
-    chosen = _chosen_turns(tokens, model, settings)
-    if not chosen:
-        counts["trajectories too short"] += 1
-        return
     for turn in session_turns(tokens, reading, model, settings):
         if turn.number not in chosen:
             continue
@@ -332,7 +341,7 @@ def _rows(trajectory: Trajectory, model: FrozenModel, settings: ExampleSettings,
             "group": trajectory.group,
             "source": trajectory.source,
             "split": split_of(trajectory.group, settings),
-            "turn": turn.number,
+            "turn": tokens.skipped + turn.number,
             "n": example.template.shape[0],
             "tensors": example.to_bytes(),
         }
@@ -346,7 +355,7 @@ def _chosen_turns(tokens: Tokens, model: FrozenModel, settings: ExampleSettings)
         prompt = model.parser.parse(tokens.ids[: answer.start + len(tokens.generation_prompt)], 0)
         if answer.start and candidates(prompt).shape[0] >= settings.min_history:
             usable.append(number)
-    stride = -(-len(usable) // settings.per_trajectory) if usable else 1
+    stride = -(-len(usable) // settings.per_piece) if usable else 1
     return set(usable[::-1][::stride])
 
 

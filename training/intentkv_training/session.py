@@ -30,17 +30,56 @@ class Absorber(Protocol):
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation in token ids, cut behind its last whole message that fits."""
+    """A conversation, or a piece of it, in token ids."""
 
     ids: list[int]
     messages: tuple[Span, ...]
     generation_prompt: list[int]
     message_end: list[int]
     """End marker and separator."""
+    skipped: int = 0
+    """Assistant turns of the conversation that were left out in front of the first one here."""
+
+    def until(self, end: int) -> Tokens:
+        """Cut behind the last whole message that ends at ``end`` or before."""
+        messages = tuple(span for span in self.messages if span.end <= end)
+        return replace(self, ids=self.ids[: messages[-1].end] if messages else [], messages=messages)
 
 
-def tokenise(trajectory: Trajectory, model: FrozenModel, max_tokens: int, tools: bool = False) -> Tokens:
+def pieces(whole: Tokens, max_tokens: int, most: int) -> Iterator[Tokens]:
+    """A conversation in pieces of at most ``max_tokens`` tokens, ``most`` of them at most, from its start on.
+
+    The first is its beginning. Each further one goes on where the last one ended, behind what comes before the first assistant turn (the
+    system prompt and the task): the history of an agent whose middle part is not there. A conversation whose opening alone takes more
+    than half of a piece has one piece only.
+    """
+    piece = whole.until(max_tokens)
+    yield piece
+    answers = [number for number, span in enumerate(whole.messages) if span.role == "assistant"]
+    opening = whole.messages[answers[0]].start if answers else max_tokens
+    if not piece.messages or 2 * opening > max_tokens:
+        return
+    place = len(piece.messages)
+    for _ in range(most - 1):
+        skipped = sum(number < place for number in answers)
+        if skipped == len(answers):
+            return
+        place = answers[skipped]
+        gap = whole.messages[place].start - opening
+        fit = [span for span in whole.messages[place:] if span.end - gap <= max_tokens]
+        if not fit:  # a turn longer than a piece is left out
+            place += 1
+            continue
+        spans = (*whole.messages[: answers[0]], *(replace(span, start=span.start - gap, end=span.end - gap) for span in fit))
+        ids = whole.ids[:opening] + whole.ids[opening + gap : fit[-1].end]
+        yield replace(whole, ids=ids, messages=spans, skipped=skipped)
+        place += len(fit)
+
+
+def tokenise(trajectory: Trajectory, model: FrozenModel, tools: bool = False) -> Tokens:
     """The token ids of ``trajectory`` as logged, or rendered with the chat template that the tokenizer has the markers of.
+
+    Whole messages only: what follows the last one is left out.
 
     Args:
         tools: list the tools in the system message of a rendered conversation.
@@ -62,8 +101,7 @@ def tokenise(trajectory: Trajectory, model: FrozenModel, max_tokens: int, tools:
         shown = trajectory if tools else trajectory.model_copy(update={"tools": ()})
         conversation = assemble(shown, [encode(text) for text in texts_of(shown, template)])
         ids, generation_prompt, message_end = conversation.ids, conversation.generation_prompt, conversation.message_end
-    messages = tuple(span for span in model.parser.parse(ids, 0).messages if span.end <= max_tokens)
-    return Tokens(ids[: messages[-1].end] if messages else [], messages, generation_prompt, message_end)
+    return Tokens(ids, model.parser.parse(ids, 0).messages, generation_prompt, message_end).until(len(ids))
 
 
 @dataclass(frozen=True)

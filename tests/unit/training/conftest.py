@@ -47,7 +47,7 @@ def frozen(tiny_model: Path):
 
 
 # The seed is one that leaves no split empty.
-OPTIONS = {"min_history": 20, "per_trajectory": 2, "max_tokens": 1000, "validation": 0.25, "test": 0.25, "seed": 13}
+OPTIONS = {"min_history": 20, "per_piece": 2, "max_tokens": 1000, "validation": 0.25, "test": 0.25, "seed": 13}
 
 
 @pytest.fixture(scope="session")

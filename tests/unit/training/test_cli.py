@@ -23,7 +23,7 @@ def command(*arguments):
 def test_examples_fit_evaluate(agents, tiny_model, tmp_path, capsys):
     """Catches: steps that do not fit together, a command line that says something else than what to do next."""
     common = ["--model", tiny_model, "--device", "cpu"]
-    assert command("examples", "--input", agents, *common, "--out", tmp_path / "ex", "--min-history", 20, "--per-trajectory", 2,
+    assert command("examples", "--input", agents, *common, "--out", tmp_path / "ex", "--min-history", 20, "--per-piece", 2,
                    "--validation", 0.25, "--test", 0.25, "--seed", 13, "--limit", 9) == 0  # fmt: skip
     assert "examples" in capsys.readouterr().out
     assert command("fit", "--examples", tmp_path / "ex", "--out", tmp_path / "head", "--epochs", 1, "--batch", 4, "--no-wandb", "--cpu",

@@ -46,7 +46,7 @@ def test_tensors_come_back(frozen, agents, example_folder):
     """Catches: rows mixed up, a label under another's name, the rule column of the wrong rule."""
     trajectory = load_dataset([agents]).trajectories[0]
     settings = ExampleStore(example_folder).settings()
-    tokens = tokenise(trajectory, frozen, settings.max_tokens)
+    tokens = tokenise(trajectory, frozen).until(settings.max_tokens)
     reading = frozen.read(tokens.ids)
     (row,) = [row for row in table(example_folder) if row["id"] == trajectory.id and row["turn"] == 4]
     turn = next(t for t in session_turns(tokens, reading, frozen, settings) if t.number == 4)
@@ -66,7 +66,7 @@ def test_published_label_finds_the_ticket(frozen, agents, example_folder):
     """The agent's next call names what the last result said. Catches: a look-ahead that starts a turn late or reads the past."""
     trajectory = load_dataset([agents]).trajectories[0]
     settings = ExampleStore(example_folder).settings()
-    tokens = tokenise(trajectory, frozen, settings.max_tokens)
+    tokens = tokenise(trajectory, frozen).until(settings.max_tokens)
     reading = frozen.read(tokens.ids)
     found = {}
     for turn in session_turns(tokens, reading, frozen, settings):
@@ -124,7 +124,7 @@ def test_what_is_left_out_is_counted(frozen, agents, tmp_path):
     counts = build_examples([file], tmp_path / "out", frozen, example_settings(frozen, [file], **OPTIONS))
     assert counts["broken lines"] == 1
     assert counts["trajectories"] == 3
-    assert counts["trajectories too short"] == 1
+    assert counts["pieces too short"] == 1
     assert counts["trajectories without an assistant turn"] == 1
     assert counts["examples"] == 2
 

@@ -17,7 +17,7 @@ def test_future_attention(agents, frozen, tiny_model):
     """Oracle: transformers' eager attention and its values. Catches: a softmax over the history only, norms of the wrong head."""
     from transformers import AutoModelForCausalLM
 
-    tokens = tokenise(load_dataset([agents]).trajectories[1], frozen, 500)
+    tokens = tokenise(load_dataset([agents]).trajectories[1], frozen).until(500)
     reading = frozen.read(tokens.ids)
     n, positions = 200, [210, 230, 300]
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32, attn_implementation="eager")

@@ -13,7 +13,7 @@ from intentkv.head import EXTENDED
 from intentkv.methods import build_method
 from intentkv.trajectories import load_dataset
 from intentkv_training.examples import candidates, example_settings, head_inputs, session_turns
-from intentkv_training.session import _decoded, tokenise, turns
+from intentkv_training.session import _decoded, pieces, tokenise, turns
 
 pytestmark = pytest.mark.unit
 
@@ -22,7 +22,7 @@ DECAY = math.exp(-0.5)
 
 @pytest.fixture(scope="module")
 def tokens(agents, frozen):
-    return tokenise(load_dataset([agents]).trajectories[0], frozen, 900)
+    return tokenise(load_dataset([agents]).trajectories[0], frozen).until(900)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_both_rules_in_one_pass_are_each_rule_alone(tokens, reading, frozen, age
 
 def test_tools_are_listed_only_when_asked_for(agents, frozen):
     run = load_dataset([agents]).trajectories[0].model_copy(update={"tools": ({"function": {"name": "lookup_everything"}},)})
-    plain, listed = (frozen.tokenizer.decode(tokenise(run, frozen, 900, tools).ids) for tools in (False, True))
+    plain, listed = (frozen.tokenizer.decode(tokenise(run, frozen, tools).until(900).ids) for tools in (False, True))
     assert "lookup_everything" not in plain
     assert "lookup_everything" in listed
 
@@ -170,3 +170,40 @@ def test_memories_of_a_fork_are_cut(frozen, tokens, reading):
     turn.state.truncate(30)
     assert len(turn.state.memory) == 5
     assert all(value.shape[0] == 30 for value in turn.state.memory.values())
+
+
+def test_pieces_of_a_long_conversation(agents, frozen):
+    """Each piece reads like an agent's own history: its text is parsed anew and must give the same messages.
+
+    Catches: spans shifted by the wrong gap, a turn lost or twice, a piece that is too long, assistant turns miscounted.
+    """
+    whole = tokenise(load_dataset([agents]).trajectories[0], frozen)
+    opening = next(span.start for span in whole.messages if span.role == "assistant")
+    said = [whole.ids[s.start : s.end] for s in whole.messages if s.role == "assistant"]
+    parts = list(pieces(whole, 250, 9))
+    assert len(parts) > 2
+    assert parts[0] == whole.until(250)
+    found = []
+    for part in parts:
+        assert len(part.ids) <= 250
+        assert part.ids[:opening] == whole.ids[:opening]
+        assert frozen.parser.parse(part.ids, 0).messages == part.messages
+        answers = [part.ids[s.start : s.end] for s in part.messages if s.role == "assistant"]
+        assert part.skipped == len(found)
+        assert part.messages[-1].end == len(part.ids)
+        found += answers
+    assert found == said
+    assert list(pieces(whole, 250, 2)) == parts[:2]
+    assert list(pieces(whole, 2 * opening - 1, 9)) == [whole.until(2 * opening - 1)], "no room behind the opening"
+    assert list(pieces(whole, len(whole.ids), 9)) == [whole]
+
+
+def test_a_turn_longer_than_a_piece_is_left_out(agents, frozen):
+    """Catches: a conversation that ends at its first long message, or a loop that never does."""
+    whole = tokenise(load_dataset([agents]).trajectories[0], frozen)
+    longest = max(len(span) for span in whole.messages if span.role == "assistant")
+    opening = next(span.start for span in whole.messages if span.role == "assistant")
+    parts = list(pieces(whole, opening + max(longest - 1, opening), 20))
+    counts = sum(span.role == "assistant" for part in parts for span in part.messages)
+    assert 0 < counts < sum(span.role == "assistant" for span in whole.messages) + 1
+    assert parts[-1].skipped > 0
