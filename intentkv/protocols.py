@@ -64,6 +64,11 @@ class KeyReader(Protocol):
         """Squared norms of the values of ``positions`` ([n] int64, live), averaged over KV heads: [n, L] float32."""
         ...
 
+    def mean_over_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """``values`` ([L, H_q, D] float32, of the layers and query heads whose queries are captured), averaged over layers and all query
+        heads that the reader answers for: [D] float32."""
+        ...
+
 
 @dataclass(frozen=True)
 class CaptureRequest:

@@ -146,3 +146,7 @@ class LayerwiseKeys(ABC):
     def value_norms(self, positions: torch.Tensor) -> torch.Tensor:
         """See :meth:`intentkv.protocols.KeyReader.value_norms`."""
         return torch.stack([self.values(layer, positions).square().sum(-1).mean(1) for layer in self.layers], 1)
+
+    def mean_over_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """See :meth:`intentkv.protocols.KeyReader.mean_over_heads`."""
+        return values.mean((0, 1))

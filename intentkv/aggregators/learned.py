@@ -103,7 +103,7 @@ class HeadFeatures:
         assert scores is not None
         candidate_keys = keys.mean_keys(history)
         memory = state.memory.get(_MEAN)
-        mean = memory.mean((0, 1)) if memory is not None else torch.zeros(candidate_keys.shape[1], device=device)
+        mean = keys.mean_over_heads(memory) if memory is not None else torch.zeros(candidate_keys.shape[1], device=device)
         extra = torch.zeros(history.shape[0], 0, device=device)
         if extended and window is not None and mass is not None:
             extra = self._extended(state, history, scores, window, mass, prompt)

@@ -28,6 +28,10 @@ class Method:
     """Also evict while a long generation outgrows its budget, every ``decode_interval`` tokens."""
     decode_rule: Aggregator | None = None
     """What scores then, where it is not the aggregator; it reads the same session memory."""
+    splits_by_head: bool = True
+    """Scores (and memories) taken from some of the heads, added to those of the others, order positions as those of all heads do.
+
+    An engine whose processes hold some heads each may then add scores; else every process must read keys for all heads."""
     layout: Layout = "redirect"
 
 
@@ -112,4 +116,5 @@ def learned_method(rule: RuleName, config: Config) -> Method:
         queries=head_queries(rule, head.config.feature_set, config.turn_queries, config.window),
         aggregator=Learned(rule, head, config.decay),
         decode_rule=plain.aggregator,
+        splits_by_head=False,
     )

@@ -13,4 +13,5 @@ SOURCE = "SnapKV, arXiv 2404.14469, section 4"
 def build(config: Config) -> Method:
     # the window itself always stays, as published
     forced = ForcedKeep(sinks=config.sinks, recent=max(config.window, config.recent))
-    return Method(ObservationWindow(config.window), WindowPool(config.pool), forced)
+    # the largest of neighbouring sums is no sum of the heads' largest
+    return Method(ObservationWindow(config.window), WindowPool(config.pool), forced, splits_by_head=False)

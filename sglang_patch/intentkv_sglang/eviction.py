@@ -42,6 +42,8 @@ class Evictable(Protocol):
     trigger: Trigger
     state: SessionState
     figures: Figures
+    whole: bool
+    """Its scores are of all ranks' heads, not of this rank's."""
 
     def touch(self) -> None:
         """Its row has changed below ``cache_protected_len``."""
@@ -132,7 +134,7 @@ class Evictions:
         if decision.keep == 0:
             self._counters.declined["budget_below_forced_keep"] += 1
         scores = score(to_device(decision.candidates, self._req_to_token.device))
-        kept = self._ranks.agree(lambda total: top_positions(total, decision.keep), scores)
+        kept = self._ranks.agree(lambda total: top_positions(total, decision.keep), scores, request.whole)
         pending = Pending(request, node_id, decision, HostCopy(kept), time.perf_counter() - started)
         if self.deferred and running:
             self._pending.append(pending)

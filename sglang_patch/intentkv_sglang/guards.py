@@ -127,7 +127,7 @@ def context_problems(ctx: Any) -> list[str]:
 
 
 def head_problems(config: Config, server_args: Any) -> list[str]:
-    """One sentence when the trained head of ``config`` does not fit the model or the ranks that ``server_args`` name.
+    """One sentence when the trained head of ``config`` does not fit the model, or the model the ranks, that ``server_args`` name.
 
     Raises:
         ConfigError: the head is missing or damaged.
@@ -135,11 +135,25 @@ def head_problems(config: Config, server_args: Any) -> list[str]:
     if config.head is None:
         return []
     head = load_head(config.head).config
-    if (server_args.tp_size or 1) > 1:
-        return ["IntentKV does not support a trained head with tensor parallelism: start with --tp-size 1, or with another method."]
+    # Of the whole model, as a head's: no rank has divided it yet.
     shape = ModelShape.of(server_args.get_model_config().hf_config)
-    problem = head.problem(shape, config.layer_stride)
+    problem = head.problem(shape, config.layer_stride) or _uneven_ranks(shape, server_args)
     return [problem] if problem else []
+
+
+def _uneven_ranks(shape: ModelShape, server_args: Any) -> str | None:
+    """A mean over heads is the mean over ranks only when all have equally many.
+
+    On a GPU, SGLang gives a KV head to several ranks when there are more ranks than heads; on the CPU it pads with heads of zeros.
+    """
+    size, query_heads, kv_heads = server_args.tp_size or 1, shape.query_heads, shape.kv_heads
+    shared = server_args.device != "cpu" and size % kv_heads == 0
+    if query_heads % size == 0 and (kv_heads % size == 0 or shared):
+        return None
+    return (
+        f"A trained head needs the model's heads divided evenly: start with a --tp-size that divides {query_heads} query heads and "
+        f"{kv_heads} KV heads, not {size}."
+    )
 
 
 def backend_problems(attn_backend: Any) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 from intentkv.budgets import FixedTokens, HistoryRatio
 from intentkv.config import Config, RequestOptions, parse_request_options
 from intentkv.methods import Method, build_method
-from intentkv.protocols import Budget, Captured, Trigger
+from intentkv.protocols import Budget, Captured, KeyReader, Trigger
 from intentkv.sessions import SessionState, SessionStore
 from intentkv.spans import Prompt, PromptParser, Span
 from intentkv.triggers import OverTarget
@@ -30,7 +30,7 @@ from intentkv_sglang.identity import SessionResolver
 from intentkv_sglang.keys import PoolKeys
 from intentkv_sglang.live_view import Lane, LanePass, PassChannel
 from intentkv_sglang.radix_cache import CacheEvent, IntentKVRadixCache
-from intentkv_sglang.ranks import RankGroup
+from intentkv_sglang.ranks import RankGroup, needs_all_heads
 from intentkv_sglang.warmup import rehearse
 
 _versions = itertools.count(1)
@@ -47,6 +47,8 @@ class RunningRequest:
     prompt: Prompt
     state: SessionState
     figures: Figures
+    whole: bool
+    """Its method reads the keys of all ranks' heads; see ranks.needs_all_heads."""
     means: list[tuple[Span, MeanSum]] = field(default_factory=list)
     windows: list[tuple[Span, RowLease, range]] = field(default_factory=list)
     """(span, lease, sampled positions, ascending) of single queries wanted from the prompt."""
@@ -121,8 +123,9 @@ class Runtime:
         self._bank = bank
         self._channel = channel
         self._parser = PromptParser(scheduler.tokenizer)
-        self.evictions = Evictions(self.cache, self.counters, self._rows.req_to_token, RankGroup.of(scheduler))
-        rehearse(self.config, self._pages, bank, self._rows.req_to_token, self._scaling)
+        self._ranks = RankGroup.of(scheduler)
+        self.evictions = Evictions(self.cache, self.counters, self._rows.req_to_token, self._ranks)
+        rehearse(self.config, self._pages, bank, self._rows.req_to_token, self._scaling, self._ranks)
         self._captures_decode = not self._rows.req_to_token.is_cuda or channel.decode_tap is not None
         """A recorded decode graph captures only what it was recorded with: nothing when the server's own method needs nothing."""
 
@@ -159,7 +162,7 @@ class Runtime:
         figures.session_key = state.key
         self.cache.add_owner(req.last_node, state.key)
         method, budget, trigger = self._compose(_options(req))
-        request = RunningRequest(req, method, budget, trigger, prompt, state, figures)
+        request = RunningRequest(req, method, budget, trigger, prompt, state, figures, needs_all_heads(method, self.config))
         dead = self.cache.n_dead(req.last_node)
         if figures.admitted(cached, dead):
             self.counters.prompt_tokens += prompt.length
@@ -280,7 +283,7 @@ class Runtime:
         state.tip = request.prompt.length
         if aggregator is not None:
             started = time.perf_counter()
-            keys = self._keys(node_id)
+            keys = self._keys(node_id, request.whole)
             captured = request.captured()
             for part in captured:
                 aggregator.absorb(state, part, keys, request.prompt)
@@ -296,7 +299,7 @@ class Runtime:
         aggregator, turn = request.method.aggregator, request.turn
         end = self.cache.path_length(node_id)
         if aggregator is not None and turn is not None and end > request.prompt.length:
-            keys = self._keys(node_id)
+            keys = self._keys(node_id, request.whole)
             captured = turn.captured(Span("assistant", request.prompt.generation_start, end))
             if captured.positions.numel():
                 aggregator.absorb(request.state, captured, keys, request.prompt)
@@ -333,7 +336,7 @@ class Runtime:
         decision = self.evictions.decide(request, req.last_node, forced, running=True)
         if decision is None:
             return False
-        keys = self._keys(req.last_node)
+        keys = self._keys(req.last_node, request.whole)
         # As if the turn ended here, on a copy: its end folds all its queries in once.
         state = replace(request.state, memory=dict(request.state.memory))
         if request.turn is not None:
@@ -342,10 +345,11 @@ class Runtime:
         self.evictions.select(request, req.last_node, decision, score, True, started)
         return True
 
-    def _keys(self, node_id: int) -> PoolKeys:
+    def _keys(self, node_id: int, whole: bool) -> KeyReader:
+        """Keys of the path to ``node_id``: all ranks' heads if ``whole``, else this rank's."""
         slots = self.cache.path_slots(node_id)
         live = torch.nonzero(~self.cache.dead_mask(node_id)).flatten()
-        return PoolKeys(self._pages, slots, live, self._bank.layers, self._scaling)
+        return self._ranks.reader(PoolKeys(self._pages, slots, live, self._bank.layers, self._scaling), whole)
 
     # ---- Looking from outside ----
 

@@ -63,6 +63,7 @@ class Request:
         self.budget, self.trigger = FixedTokens(BUDGET), OverTarget(0)
         self.state = SessionState("s")
         self.figures = SimpleNamespace(evicted=lambda *figures: None)
+        self.whole = False
 
     def touch(self) -> None: ...
     def book(self, dead: int) -> None: ...

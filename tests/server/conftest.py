@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from intentkv.head import HeadConfig, ResidualHead, save_head
 from intentkv_eval.server import running_server
+from intentkv_training.model import FrozenModel
 
 from .harness import API_KEY, BUDGET, CHUNK, DECODE_INTERVAL, POOL, TIGHT_POOL, Chat, Client
 from .oracle import DenseModel
@@ -104,6 +107,36 @@ def stock(_stock: Client) -> Iterator[Client]:
     _stock.flush()
     yield _stock
     assert _stock.http.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="session")
+def frozen(tiny_model: Path) -> FrozenModel:
+    return FrozenModel(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def head(tiny_model: Path, frozen: FrozenModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random head: it disagrees with its rule about most positions."""
+    torch.manual_seed(3)
+    made = ResidualHead(HeadConfig(rule="assistant", shape=frozen.shape))
+    torch.nn.init.normal_(made.output.weight, std=0.5)
+    folder = tmp_path_factory.mktemp("head") / "head"
+    save_head(made, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records") / "logs"
+
+
+@pytest.fixture(scope="session")
+def learned(alarms: None, tiny_model: Path, head: Path, records: Path, logs: Path) -> Iterator[Client]:
+    """A server with a head, which records."""
+    arguments = ["--model", str(tiny_model), "--sleep-on-idle", "--method", "assistant-learned", "--head", str(head)]
+    arguments += ["--record", str(records), "--max-total-tokens", str(POOL), "--api-key", "topsecret"]
+    with running_server(arguments, logs / "learned.log") as server:
+        yield Client(server, "topsecret")
 
 
 @pytest.fixture(scope="session")

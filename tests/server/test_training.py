@@ -6,7 +6,7 @@ Catches features computed differently in the two places: other queries, another 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,47 +14,15 @@ import pytest
 import torch
 
 from intentkv.config import Config
-from intentkv.head import HeadConfig, ResidualHead, save_head
 from intentkv.methods import Method, build_method
 from intentkv.trajectories import Trajectory, read_trajectories
-from intentkv_eval.server import running_server
 from intentkv_training.model import FrozenModel
 from intentkv_training.session import tokenise, turns
 
-from .harness import POOL, Chat, Client
+from .harness import Chat, Client
 
 RATIO = 0.4
 SAID = [("user", 60), ("tool", 130), ("tool", 50), ("user", 70), ("tool", 40)]
-
-
-@pytest.fixture(scope="module")
-def frozen(tiny_model: Path) -> FrozenModel:
-    return FrozenModel(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def head(tiny_model: Path, frozen: FrozenModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head: it disagrees with its rule about most positions."""
-    torch.manual_seed(3)
-    made = ResidualHead(HeadConfig(rule="assistant", shape=frozen.shape))
-    torch.nn.init.normal_(made.output.weight, std=0.5)
-    folder = tmp_path_factory.mktemp("head") / "head"
-    save_head(made, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("records") / "logs"
-
-
-@pytest.fixture(scope="module")
-def learned(alarms: None, tiny_model: Path, head: Path, records: Path, logs: Path) -> Iterator[Client]:
-    """A server with a head, which records."""
-    arguments = ["--model", str(tiny_model), "--sleep-on-idle", "--method", "assistant-learned", "--head", str(head)]
-    arguments += ["--record", str(records), "--max-total-tokens", str(POOL), "--api-key", "topsecret"]
-    with running_server(arguments, logs / "learned.log") as server:
-        yield Client(server, "topsecret")
 
 
 def whole_session(server: Client, chat: Chat, session: str, method: str) -> tuple[set[int], int]:

@@ -242,16 +242,21 @@ def test_a_backend_without_a_live_view_is_refused():
 
 
 def test_a_head_must_fit_the_model_and_the_ranks(tmp_path):
-    """Catches: a head that scores another model's keys, or each rank's share of them, in silence."""
+    """Catches: a head that scores another model's keys, or means of ranks that have unequally many heads, in silence."""
     shape = ModelShape(model_type="llama", layers=2, query_heads=4, kv_heads=2, head_dim=8)
     save_head(ResidualHead(HeadConfig(rule="assistant", shape=shape)), tmp_path / "head")
     config = Config(head=tmp_path / "head")
     hf = SimpleNamespace(model_type="llama", num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
-    args = SimpleNamespace(tp_size=1, get_model_config=lambda: SimpleNamespace(hf_config=hf))
+    args = SimpleNamespace(tp_size=1, device="cuda", get_model_config=lambda: SimpleNamespace(hf_config=hf))
     assert guards.head_problems(config, args) == []
     assert guards.head_problems(Config(), SimpleNamespace(tp_size=8)) == []
-    (ranks,) = guards.head_problems(config, SimpleNamespace(tp_size=2))
-    assert "--tp-size 1" in ranks
+    for args.tp_size in (1, 2, 4):
+        assert guards.head_problems(config, args) == [], "4 ranks: a KV head on two of them"
+    (ranks,) = guards.head_problems(config, SimpleNamespace(**vars(args) | {"tp_size": 3}))
+    assert "--tp-size" in ranks
+    # SGLang pads there instead of giving a head to two ranks
+    assert guards.head_problems(config, SimpleNamespace(**vars(args) | {"device": "cpu"})) == [ranks.replace("not 3", "not 4")]
+    args.tp_size = 1
     hf.num_hidden_layers = 3
     (layers,) = guards.head_problems(config, args)
     assert "layers 2 (the model has 3)" in layers

@@ -47,8 +47,12 @@ def one_rank(rank: int, meeting_point: str) -> None:
         mask = group.agree(partial(select, count=kept), torch.tensor(scores[rank], dtype=torch.float32))
         assert mask.dtype == torch.bool
         masks.append(mask.tolist())
+    ones = torch.ones(2)
+    shared = group.agree(lambda total: total > 1, ones, whole=True).tolist()
+    table = torch.arange(6.0).view(2, 3).T * (rank + 1)
+    summed = group.sum(table).tolist(), table.tolist()
     dist.destroy_process_group()
-    print(json.dumps({"masks": masks, "called": called}))
+    print(json.dumps({"masks": masks, "called": called, "shared": shared, "summed": summed}))
 
 
 def test_two_ranks_agree(tmp_path):
@@ -64,6 +68,11 @@ def test_two_ranks_agree(tmp_path):
     assert first["masks"] == second["masks"] == expected
     assert first["called"] == [[a + b for a, b in zip(one, two, strict=True)] for one, two, _ in CASES]
     assert second["called"] == [], "rank 1 selected by itself"
+    assert first["shared"] == second["shared"] == [False, False], "scores of all heads were added up again"
+    for rank, result in enumerate((first, second)):
+        total, own = (torch.tensor(values) for values in result["summed"])
+        assert torch.equal(total, 3 * torch.arange(6.0).view(2, 3).T)
+        assert torch.equal(own, (rank + 1) * torch.arange(6.0).view(2, 3).T), "a rank's own values were written to"
 
 
 def test_one_rank_needs_no_group():
