@@ -47,12 +47,12 @@ EXTENDED: tuple[str, ...] = (
     "unknown",
 )
 """Columns of :attr:`HeadInputs.extra` of the ``extended`` feature set, in order. The first seven are logarithms of scores.
-``layered`` has, behind them, the logarithms of energies layer by layer: of the last turn, decayed, of the observation window, and of the
-newest message's queries; then the logarithms of the squared norms of its values, layer by layer."""
+``layered`` has, behind them, the logarithms of energies layer by layer: of the last turn, decayed, and of the observation window; then the
+logarithms of the squared norms of its values, layer by layer."""
 
 QUERY_KEYS = 256
 """Key vectors of the current query that the cross-attention reads at most, evenly spaced."""
-_WIDTH, _HEADS = 128, 4
+_HEADS = 4
 _LIMIT = 20.0
 """Residuals are clamped to this many nats where they are exponentiated."""
 
@@ -98,6 +98,8 @@ class HeadConfig(BaseModel):
     """What a score of zero counts as where logarithms are taken."""
     shape: ModelShape
     layer_stride: int = 1
+    width: int = Field(default=128, ge=_HEADS, multiple_of=_HEADS)
+    """Of the cross-attention and the hidden layer."""
     label: str = ""
     """What the head was trained to predict."""
     data_sha256: str = ""
@@ -148,6 +150,13 @@ class HeadInputs:
         """The same as a batch of one."""
         return HeadInputs(self.keys[None], self.memory[None], self.query_keys[None], self.rule[None], self.extra[None])
 
+    def beside(self, rule: torch.Tensor, floor: float) -> HeadInputs:
+        """The same candidates and features with another rule's scores ([n]); ``floor`` is the head's."""
+        extra = self.extra.clone()
+        if extra.shape[1]:
+            extra[:, EXTENDED.index("rule")] = torch.log(rule.clamp_min(0) + floor)
+        return replace(self, rule=rule, extra=extra)
+
     def to(self, device: torch.device | str) -> HeadInputs:
         moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved)
@@ -157,7 +166,7 @@ def extra_features(feature_set: FeatureSet, layers: int) -> int:
     """Columns that ``feature_set`` adds to the published features, with ``layers`` scored layers."""
     if feature_set == "published":
         return 0
-    return len(EXTENDED) + (5 * layers if feature_set == "layered" else 0)
+    return len(EXTENDED) + (4 * layers if feature_set == "layered" else 0)
 
 
 class ResidualHead(nn.Module):
@@ -176,13 +185,14 @@ class ResidualHead(nn.Module):
         dim = config.shape.head_dim
         features = 3 * dim + 1 + config.extra_features
         self.features = features
-        self.candidate = nn.Linear(features, _WIDTH, bias=False)
-        self.key = nn.Linear(dim, _WIDTH)
-        self.value = nn.Linear(dim, _WIDTH)
+        width = config.width
+        self.candidate = nn.Linear(features, width, bias=False)
+        self.key = nn.Linear(dim, width)
+        self.value = nn.Linear(dim, width)
         # The added zero key (no parameter) gives attention a place to go where the current query has no tokens.
-        self.attention = nn.MultiheadAttention(_WIDTH, _HEADS, batch_first=True, add_zero_attn=True)
-        self.hidden = nn.Linear(features + _WIDTH, _WIDTH)
-        self.output = nn.Linear(_WIDTH, 1)
+        self.attention = nn.MultiheadAttention(width, _HEADS, batch_first=True, add_zero_attn=True)
+        self.hidden = nn.Linear(features + width, width)
+        self.output = nn.Linear(width, 1)
         self.alpha = nn.Parameter(torch.ones(()))
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
@@ -195,7 +205,7 @@ class ResidualHead(nn.Module):
         return torch.cat([inputs.keys, memory, inputs.keys * memory, inputs.rule[..., None], inputs.extra], -1)
 
     def read_out(self, inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual [B, n] and the cross-attention read-out c [B, n, 128] of a batch."""
+        """The residual [B, n] and the cross-attention read-out c [B, n, width] of a batch."""
         phi = (self.phi(inputs) - self.shift) * self.scale
         keys, values = self.key(inputs.query_keys), self.value(inputs.query_keys)
         read, _ = self.attention(self.candidate(phi), keys, values, key_padding_mask=inputs.query_padding, need_weights=False)

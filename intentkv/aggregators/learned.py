@@ -16,7 +16,6 @@ from intentkv.head import QUERY_KEYS, FeatureSet, HeadInputs, ResidualHead, Rule
 from intentkv.protocols import Captured, KeyReader, QuerySource
 from intentkv.queries.actionable import ActionableMeans
 from intentkv.queries.assistant import AssistantTurns
-from intentkv.queries.newest import NewestMessage
 from intentkv.queries.union import Union
 from intentkv.sessions import SessionState
 from intentkv.spans import Prompt
@@ -34,10 +33,7 @@ def head_queries(rule: RuleName, feature_set: FeatureSet, turn_queries: int, win
     """What must be captured for ``rule`` and the features."""
     if rule == "intentkv" and feature_set == "published":
         return ActionableMeans()
-    sources: list[QuerySource] = [AssistantTurns(turn_queries, window), ActionableMeans()]
-    if feature_set == "layered":
-        sources.append(NewestMessage(turn_queries))
-    return Union(tuple(sources))
+    return Union((AssistantTurns(turn_queries, window), ActionableMeans()))
 
 
 @dataclass(frozen=True)
@@ -88,14 +84,13 @@ class HeadFeatures:
     ) -> HeadInputs:
         """Features of ``history`` ([n] int64 live candidates, n > 0)."""
         device = history.device
-        newest = [c for c in captured if c.form == "raw" and c.span == prompt.actionable]
-        observed = [c for c in captured if c.form == "raw" and c.span != prompt.actionable]
+        observed = [c for c in captured if c.form == "raw"]
         extended = feature_set != "published"
         by_layer = None
         window = None
         if feature_set == "layered":
-            by_layer = torch.cat([window_energy(history, part, keys, by_layer=True) for part in (observed, newest)], 1)
-            window = by_layer[:, : keys.n_layers].sum(1)
+            by_layer = window_energy(history, observed, keys, by_layer=True)
+            window = by_layer.sum(1)
         elif extended or rule == "assistant":
             window = window_energy(history, observed, keys)
         mass = self._means.score(state, history, (), keys, prompt) if extended or rule == "intentkv" else None

@@ -29,6 +29,7 @@ Serve it with `intentkv serve --model MODEL --method {head.method} --head DIR`. 
 |---|---|
 | features | {head.feature_set} |
 | residual | {head.residual} |
+| width | {head.width} |
 | label | {head.label} |
 | loss | {weights} |
 | examples | {examples} (left out without evidence: {dropped}) |

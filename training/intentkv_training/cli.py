@@ -153,6 +153,7 @@ def fit(
     label: Annotated[LabelName, typer.Option(help="What to predict.")] = LabelName.value_energy,
     features: Annotated[Features, typer.Option(help="Feature set.")] = Features.layered,
     residual: Annotated[ResidualName, typer.Option(help="How the residual joins the score; published: additive.")] = ResidualName.log,
+    width: Annotated[int, typer.Option(min=4, help="Width of the head's hidden layers; published: 128.")] = 128,
     weights: Annotated[
         str | None, typer.Option(help="Loss terms, e.g. regression=1,listwise=0.5,bce=0,ranking=0,retain=0,memory=0,keep=0.25.")
     ] = None,
@@ -185,6 +186,7 @@ def fit(
         rule=rule.value,
         feature_set=features.value,
         residual=residual.value,
+        width=width,
         label=label.value,
         weights=_weights(weights) if weights else default_weights(label.value),
         epochs=epochs,

@@ -21,8 +21,9 @@ from safetensors.torch import load, save
 from tqdm import tqdm
 
 from intentkv.aggregators.learned import HeadFeatures, head_queries
+from intentkv.aggregators.query_memory import QueryMemoryRule
 from intentkv.config import ConfigError
-from intentkv.head import EXTENDED, FeatureSet, HeadInputs, ModelShape, RuleName
+from intentkv.head import FeatureSet, HeadInputs, ModelShape, RuleName
 from intentkv.selection import ForcedKeep
 from intentkv.spans import Prompt
 from intentkv.trajectories import Broken, Trajectory, read_trajectories, sha256_of
@@ -111,13 +112,12 @@ class Example:
     def from_bytes(cls, data: bytes, floor: float) -> Example:
         """What :meth:`to_bytes` gave; ``floor`` is that of the settings it was made with."""
         tensors = load(data)
-        inputs: dict[RuleName, HeadInputs] = {}
-        rules: tuple[RuleName, ...] = ("assistant", "intentkv")
-        for rule in rules:
-            scores, extra = tensors[f"rule_{rule}"], tensors["extra"].float()
-            # the one column that depends on the rule
-            extra[:, EXTENDED.index("rule")] = torch.log(scores.clamp_min(0) + floor)
-            inputs[rule] = HeadInputs(tensors["keys"].float(), tensors["memory"], tensors["query_keys"].float(), scores, extra)
+        rule = tensors["rule_assistant"]
+        some = HeadInputs(tensors["keys"].float(), tensors["memory"], tensors["query_keys"].float(), rule, tensors["extra"].float())
+        inputs: dict[RuleName, HeadInputs] = {
+            "assistant": some.beside(rule, floor),  # not its half-precision column
+            "intentkv": some.beside(tensors["rule_intentkv"], floor),
+        }
         return cls(inputs, dict(zip(LABELS, tensors["labels"], strict=True)), tensors["template"])
 
 
@@ -148,8 +148,9 @@ def make_example(
         trajectory: the whole conversation's messages, for the published label.
     """
     history = candidates(turn.prompt)
-    rules: tuple[RuleName, ...] = ("assistant", "intentkv")
-    inputs = {rule: head_inputs(turn, history, rule, "layered", settings).to("cpu") for rule in rules}
+    some = head_inputs(turn, history, "assistant", "layered", settings).to("cpu")
+    published = QueryMemoryRule(settings.decay).score(turn.state, history.to(turn.keys.device), (), turn.keys, turn.prompt).cpu()
+    inputs: dict[RuleName, HeadInputs] = {"assistant": some, "intentkv": some.beside(published, settings.floor)}
     answers = [span for span in tokens.messages if span.role == "assistant" and span.start >= turn.answer.start]
     positions = future_queries(answers[: settings.horizon_turns], settings.horizon_queries)
     future = future_attention(reading, turn.prompt.length, positions)

@@ -37,6 +37,8 @@ class TrainSettings(BaseModel):
     rule: RuleName = "assistant"
     feature_set: FeatureSet = "layered"
     residual: Residual = "log"
+    width: int = Field(default=128, ge=4, multiple_of=4)
+    """Of the head's hidden layers; 128 is the published one."""
     label: Label = "value_energy"
     weights: LossWeights
     epochs: int = Field(default=20, ge=1)
@@ -347,6 +349,7 @@ def _head_config(settings: TrainSettings, examples: ExampleSettings, versions: d
         floor=examples.floor,
         shape=examples.shape,
         layer_stride=examples.layer_stride,
+        width=settings.width,
         label=settings.label,
         data_sha256=examples.data_sha256,
         versions=versions,

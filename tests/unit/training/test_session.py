@@ -110,14 +110,10 @@ def test_features_are_the_rules_and_the_last_turn(tokens, reading, attention, fr
     for past in said[: turn.number]:
         by_layer *= DECAY
         by_layer[:, : past.stop] += attention[:, :, list(past), : past.stop].square().mean(2).sum(1)
-    n, newest = turn.prompt.length, turn.prompt.actionable
-    stride = -(-len(newest) // settings.turn_queries)
-    shown = [by_layer] + [
-        torch.stack([attention[layer, :, queries, :n].square().mean(1).sum(0) for layer in range(2)])
-        for queries in (list(range(n - settings.window, n)), list(range(newest.end - 1, newest.start - 1, -stride)))
-    ]
+    n = turn.prompt.length
+    window = attention[:, :, n - settings.window : n, :n].square().mean(2).sum(1)
     found = inputs.extra[:, len(EXTENDED) + 2 : -2].exp().double()
-    torch.testing.assert_close(found, torch.cat(shown)[:, history].T.double() + settings.floor / 2, rtol=1e-3, atol=1e-7)
+    torch.testing.assert_close(found, torch.cat([by_layer, window])[:, history].T.double() + settings.floor / 2, rtol=1e-3, atol=1e-7)
     norms = torch.stack([values[history].double().norm(dim=2).square().mean(1) for values in reading.all_values], 1)
     torch.testing.assert_close(inputs.extra[:, -2:].exp().double(), norms + settings.floor, rtol=1e-3, atol=1e-7)
     torch.testing.assert_close(column["rule"], torch.log(inputs.rule + settings.floor))

@@ -123,7 +123,7 @@ def test_every_kind_of_head(made, tmp_path, rule, features, residual, label):
     settings = settings_of(epochs=1, rule=rule, feature_set=features, residual=residual, label=label)
     head = run(made, tmp_path / "head", settings)
     assert (head.rule, head.feature_set, head.residual, head.label) == (rule, features, residual, label)
-    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + {"published": 0, "extended": 17, "layered": 27}[features]
+    assert load_head(tmp_path / "head").features == 3 * 16 + 1 + {"published": 0, "extended": 17, "layered": 17 + 4 * 2}[features]
 
 
 def test_bf16(made, tmp_path):
@@ -179,3 +179,10 @@ def test_wandb_offline(made, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     run(made, tmp_path / "head", settings_of(epochs=1), wandb_project="test")
     assert list((tmp_path / "head" / "wandb").glob("offline-run-*"))
+
+
+def test_a_wider_head(made, tmp_path):
+    """Catches: a width that is not the head's on disk, so that it cannot be loaded."""
+    head = run(made, tmp_path / "head", settings_of(epochs=1, width=64))
+    assert head.width == 64
+    assert load_head(tmp_path / "head").hidden.out_features == 64
