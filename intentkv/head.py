@@ -206,7 +206,7 @@ class ResidualHead(nn.Module):
 
     def read_out(self, inputs: HeadInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual [B, n] and the cross-attention read-out c [B, n, width] of a batch."""
-        phi = (self.phi(inputs) - self.shift) * self.scale
+        phi = (self.phi(inputs) - self.shift).mul_(self.scale)
         keys, values = self.key(inputs.query_keys), self.value(inputs.query_keys)
         read, _ = self.attention(self.candidate(phi), keys, values, key_padding_mask=inputs.query_padding, need_weights=False)
         hidden = nn.functional.gelu(self.hidden(torch.cat([phi, read], -1)))

@@ -39,18 +39,18 @@ def attention_probabilities(
     """
     n_queries, q_heads, dim = queries.shape
     kv_heads = keys.shape[1]
-    grouped = queries.float().reshape(n_queries, kv_heads, q_heads // kv_heads, dim)
+    grouped = (queries.float() * scaling).reshape(n_queries, kv_heads, q_heads // kv_heads, dim)
     by_head = keys.float().permute(1, 2, 0)
     for start in range(0, n_queries, block):
         some = grouped[start : start + block]
         size = some.shape[0]
         # [H_kv, group * block, D] @ [H_kv, D, n]: one matrix product per KV head
-        logits = torch.matmul(some.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim), by_head) * scaling
-        logits = logits.view(q_heads, size, -1)
+        logits = torch.matmul(some.permute(1, 2, 0, 3).reshape(kv_heads, -1, dim), by_head).view(q_heads, size, -1)
         if query_positions is not None and key_positions is not None:
             hidden = key_positions[None, :] > query_positions[start : start + size, None]
-            logits = logits.masked_fill(hidden[None], float("-inf"))
-            yield torch.nan_to_num(torch.softmax(logits, -1), nan=0.0)
+            # in place, and added: a copy of the logits, or a fill by a mask that repeats over heads, costs as much as a softmax
+            logits += torch.zeros_like(logits[0]).masked_fill_(hidden, float("-inf"))
+            yield torch.softmax(logits, -1).nan_to_num_(nan=0.0)
         else:
             yield torch.softmax(logits, -1)
 
@@ -80,7 +80,7 @@ def key_scores(
         if reduction == "mass":
             total += alpha.sum(1)
         elif reduction == "energy":
-            total += alpha.square().sum(1)
+            total += alpha.square_().sum(1)
         else:
             total = torch.maximum(total, alpha.amax(1))
     if reduction == "energy":

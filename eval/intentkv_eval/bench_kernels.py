@@ -2,6 +2,7 @@
 
 A row a case: milliseconds of one scoring event, K's bytes over the measured copy bandwidth (counted once, and as often as the kernels read
 them), the matrix work over the measured matrix rate, and the error against the torch reference at 4,096 tokens.
+Then the averages that a learned head reads, likewise; and an eviction's whole score with a head against its rule's, with its parts.
 Shapes default to an 8B model: 36 layers, 32 query heads, 8 KV heads, head dim 128.
 """
 
@@ -19,9 +20,18 @@ import torch
 import typer
 from triton.runtime.errors import OutOfResources
 
+from intentkv.aggregators.decayed_energy import DecayedEnergy
+from intentkv.aggregators.learned import HeadFeatures, Learned, head_queries
+from intentkv.config import load_config
+from intentkv.head import HeadConfig, ModelShape, ResidualHead
 from intentkv.kernels.attention_scores import Tile, Tiles, choose_tiles, paged_key_scores
-from intentkv.kernels.paged_keys import PagedKeys
-from intentkv.scoring import Reduction, key_scores
+from intentkv.kernels.averages import mean_keys, squared_norms
+from intentkv.kernels.paged_keys import PagedKeys, PagedKV
+from intentkv.protocols import Captured
+from intentkv.scoring import LayerwiseKeys, Reduction, key_scores
+from intentkv.sessions import SessionState
+from intentkv.spans import Prompt, Role, Span
+from intentkv_sglang.keys import PoolKeys
 
 CHECKED_TOKENS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -55,6 +65,27 @@ TUNED = (
     *(Case(tokens, n, reduction) for n, reduction in KINDS for tokens in (32768, 4096)),
     *(Case(32768, n, reduction, "fp8") for n, reduction in (KINDS[0], KINDS[3])),
 )
+
+
+@dataclass(frozen=True)
+class AverageCase:
+    """One read of K for its mean over layers and heads, or of V for its squared norms."""
+
+    what: Literal["mean-keys", "value-norms"]
+    tokens: int
+    keys: Literal["bf16", "fp8"] = "bf16"
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}-{self.keys}-{self.tokens}"
+
+
+AVERAGES = (
+    *(AverageCase(what, tokens) for what in ("mean-keys", "value-norms") for tokens in (256, 8192, 32768)),
+    *(AverageCase(what, 32768, "fp8") for what in ("mean-keys", "value-norms")),
+)
+LEARNED = (8192, 32768)
+"""Tokens of the prompts that a head is timed on."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +173,92 @@ def measure(model: Model, case: Case, keys: PagedKeys, top: dict[str, float]) ->
         "share_of_matrix": tflop / milliseconds * 1e3 / top["matrix_tflop_s"],
         "relative_error": error,
         "tiles": asdict(tiles),
+    }
+
+
+def measure_average(case: AverageCase, pages: PagedKeys, top: dict[str, float]) -> dict[str, Any]:
+    """One row of the result; ``pages`` stand for keys or values."""
+    run = mean_keys if case.what == "mean-keys" else squared_norms
+    slots = torch.randperm(pages.buffers[0].shape[0] - 1, device=pages.pointers.device)[: case.tokens] + 1
+    keys = PoolKeys(PagedKV(pages, pages), slots, torch.arange(case.tokens), range(len(pages)), 1.0)
+    reference = LayerwiseKeys.mean_keys if case.what == "mean-keys" else LayerwiseKeys.value_norms
+    want = reference(keys, keys.live)
+    milliseconds = median_ms(lambda: run(pages, slots))
+    gigabytes = len(pages) * case.tokens * pages.kv_heads * pages.dim * pages.dtype.itemsize / 1e9
+    return {
+        "case": case.name,
+        **asdict(case),
+        "ms": milliseconds,
+        "gb_s": gigabytes / milliseconds * 1e3,
+        "share_of_copy_keys_as_read": gigabytes / milliseconds * 1e3 / top["copy_gb_s"],
+        "relative_error": float((run(pages, slots) - want).norm() / want.norm()),
+        "torch_ms": median_ms(lambda: reference(keys, keys.live), 5),
+    }
+
+
+class Eviction:
+    """One eviction of a prompt of ``tokens``: system, user, assistant (seen by 64 of its queries) and a tool's answer, which is kept."""
+
+    def __init__(self, model: Model, tokens: int, pages: PagedKV) -> None:
+        device = pages.keys.pointers.device
+        config = load_config()
+        part = tokens // 32
+        sizes: dict[Role, int] = {"system": part, "user": tokens - 3 * part, "assistant": part, "tool": part}
+        ends = torch.tensor(list(sizes.values())).cumsum(0).tolist()
+        spans = tuple(Span(role, end - size, end) for (role, size), end in zip(sizes.items(), ends, strict=True))
+        self.prompt = Prompt(tokens, spans, tokens, True)
+        self.history = torch.arange(spans[0].end, spans[-1].start, device=device)
+        slots = torch.randperm(pages.keys.buffers[0].shape[0] - 1, device=device)[:tokens] + 1
+        self.keys = PoolKeys(pages, slots, torch.arange(tokens), range(model.layers), model.dim**-0.5)
+        shape = ModelShape(
+            model_type="random", layers=model.layers, query_heads=model.query_heads, kv_heads=model.kv_heads, head_dim=model.dim
+        )
+        self.head = ResidualHead(HeadConfig(rule="assistant", feature_set="layered", shape=shape)).to(device).eval().requires_grad_(False)
+        torch.nn.init.normal_(self.head.output.weight)
+        self.rule = DecayedEnergy(config.decay)
+        self.learned = Learned("assistant", self.head, config.decay)
+        self.state = SessionState("bench")
+        self.captured: list[Captured] = []
+        for wanted in head_queries("assistant", "layered", config.turn_queries, config.window).requests(self.prompt):
+            at = torch.tensor([] if wanted.form == "mean" else wanted.sampled(wanted.span.start), dtype=torch.int64, device=device)
+            count = () if wanted.form == "mean" else (len(at),)
+            queries = torch.randn(model.layers, *count, model.query_heads, model.dim, device=device)
+            self.captured.append(Captured(wanted.span, wanted.form, at, queries))
+            self.learned.absorb(self.state, self.captured[-1], self.keys, self.prompt)
+
+    def score_rule(self) -> torch.Tensor:
+        """[n] float32; scores the observation window, as every eviction on a GPU does."""
+        window = [c for c in self.captured if c.form == "raw"]
+        return self.rule.score(self.state, self.history, window, self.keys, self.prompt)
+
+    def score_learned(self) -> torch.Tensor:
+        return self.learned.score(self.state, self.history, self.captured, self.keys, self.prompt)
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        """What a head adds to its rule, each part alone."""
+        memory = self.state.memory["query_memory"]
+        features = HeadFeatures(self.learned.decay, self.head.config.floor, layered=True)
+        inputs = features.inputs("assistant", "layered", self.state, self.history, self.captured, self.keys, self.prompt)
+        return {
+            "memory_mass": lambda: self.keys.scores(memory[:, None], self.history, "mass"),
+            "mean_keys": lambda: self.keys.mean_keys(self.history),
+            "value_norms": lambda: self.keys.value_norms(self.history),
+            "network": lambda: self.head.scores(inputs),
+        }
+
+
+def measure_learned(model: Model, tokens: int, pages: PagedKV) -> dict[str, Any]:
+    """One row of the result."""
+    event = Eviction(model, tokens, pages)
+    rule, learned = median_ms(event.score_rule), median_ms(event.score_learned)
+    return {
+        "case": f"learned-score-bf16-{tokens}",
+        "tokens": tokens,
+        "candidates": len(event.history),
+        "ms": learned,
+        "rule_ms": rule,
+        "over_rule": learned / rule,
+        "part_ms": {name: median_ms(run) for name, run in event.parts().items()},
     }
 
 
@@ -260,6 +377,13 @@ def main(
         print(json.dumps(result["ceilings"]), flush=True)
         for case in cases:
             rows.append(measure(model, case, keys[case.keys], result["ceilings"]))
+            print(json.dumps(rows[-1]), flush=True)
+        for average in (average for average in AVERAGES if only in average.name):
+            rows.append(measure_average(average, keys[average.keys], result["ceilings"]))
+            print(json.dumps(rows[-1]), flush=True)
+        values = make_keys(model, "bf16")
+        for tokens in (tokens for tokens in LEARNED if only in f"learned-score-bf16-{tokens}"):
+            rows.append(measure_learned(model, tokens, PagedKV(keys["bf16"], values)))
             print(json.dumps(rows[-1]), flush=True)
     out.write_text(json.dumps(result | {"rows": rows}, indent=1))
 

@@ -17,14 +17,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from intentkv.kernels.paged_triton import layer_base
+
 _NEVER = tl.constexpr(2**31 - 1)
 """Position of a key that no query sees."""
-
-
-@triton.jit
-def _key_base(key_pointers, layer, KEY_DTYPE: tl.constexpr):
-    """Start of a layer's key buffer. Without the hint the compiler must assume odd addresses, and loads element by element."""
-    return tl.multiple_of(tl.load(key_pointers + layer).to(tl.pointer_type(KEY_DTYPE)), 16)
 
 
 @triton.jit
@@ -81,7 +77,7 @@ def log_sum_exp(
     dims = tl.arange(0, DIM)
     queries += (layer * KV_HEADS + head).to(tl.int64) * n_rows * DIM
     q = tl.load(queries + rows[:, None] * DIM + dims[None, :], mask=row_ok[:, None], other=0.0)
-    keys = _key_base(key_pointers, layer, KEY_DTYPE) + head * DIM + dims[None, :]
+    keys = layer_base(key_pointers, layer, KEY_DTYPE) + head * DIM + dims[None, :]
     scale = tl.load(key_scales + layer) * scaling
     first = split * keys_per_split
     last = tl.minimum(first + keys_per_split, n_keys)
@@ -180,7 +176,7 @@ def sum_probabilities(
     layer = tl.program_id(1)
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     slot = tl.load(slots + tokens, mask=tokens < n_keys, other=0).to(tl.int64)
-    keys = _key_base(key_pointers, layer, KEY_DTYPE) + slot[:, None] * (KV_HEADS * DIM) + tl.arange(0, DIM)[None, :]
+    keys = layer_base(key_pointers, layer, KEY_DTYPE) + slot[:, None] * (KV_HEADS * DIM) + tl.arange(0, DIM)[None, :]
     scale = tl.load(key_scales + layer) * scaling
     queries += layer.to(tl.int64) * n_rows * KV_HEADS * DIM
     row_lse += layer.to(tl.int64) * n_rows * KV_HEADS
@@ -231,7 +227,7 @@ def store_logits(
     row_ok = rows < all_rows
     queries += layer.to(tl.int64) * all_rows * DIM
     slot = tl.load(slots + tokens, mask=tokens < n_keys, other=0).to(tl.int64)
-    keys = _key_base(key_pointers, layer, KEY_DTYPE) + slot[:, None] * (KV_HEADS * DIM) + dims[None, :]
+    keys = layer_base(key_pointers, layer, KEY_DTYPE) + slot[:, None] * (KV_HEADS * DIM) + dims[None, :]
     logits = tl.zeros([ROWS, TOKENS], tl.float32)
     for head in tl.range(0, KV_HEADS):
         k = tl.load(keys + head * DIM)

@@ -11,19 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 
 from intentkv.kernels import attention_kernels as kernels
 from intentkv.kernels.paged_keys import PagedKeys
+from intentkv.kernels.paged_triton import triton_dtype
 from intentkv.scoring import Reduction
 
-_TRITON_DTYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.float8_e4m3fn: tl.float8e4nv,
-    torch.float8_e5m2: tl.float8e5,
-}
 _DOT_DTYPES = {torch.float8_e4m3fn: torch.float16, torch.float8_e5m2: torch.float16}
 """Where the product does not run in the keys' own dtype. float16 holds every 8-bit float exactly, and the hardware converts to it."""
 _LOG2E = 1.4426950408889634
@@ -123,8 +116,7 @@ def paged_layer_scores(
         raise ValueError(f"reduction {reduction!r} has no kernel; use 'mass' or 'energy'")
     if keys.dim & (keys.dim - 1):
         raise ValueError(f"head dim {keys.dim} is not a power of two")
-    if keys.dtype not in _TRITON_DTYPES:
-        raise ValueError(f"keys of dtype {keys.dtype} have no kernel; use one of {', '.join(map(str, _TRITON_DTYPES))}")
+    key_dtype = triton_dtype(keys)
     layers, n_queries, q_heads, dim = queries.shape
     n_keys, device = slots.shape[0], slots.device
     if n_queries == 0 or n_keys == 0:
@@ -145,7 +137,7 @@ def paged_layer_scores(
             "GROUP": group,
             "DIM": dim,
             "CAUSAL": causal,
-            "KEY_DTYPE": _TRITON_DTYPES[keys.dtype],
+            "KEY_DTYPE": key_dtype,
             "PRECISION": "ieee" if keys.dtype == torch.float32 else "tf32",
         },
         partial=torch.empty(layers, n_keys, dtype=torch.float32, device=device),

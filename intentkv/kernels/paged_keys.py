@@ -42,11 +42,12 @@ class PagedKeys:
 
     def read(self, index: int, slots: torch.Tensor) -> torch.Tensor:
         """[n, H_kv, D] float32, dequantised: the keys in ``slots`` ([n] int64) of the ``index``-th layer."""
-        buffer = self.buffers[index]
-        if buffer.element_size() > 1:
-            return buffer[slots].float() * self._factors[index]
-        # torch has no gather of 8-bit floats on every device; bytes can be gathered everywhere
-        return buffer.view(torch.uint8)[slots].view(self.dtype).float() * self._factors[index]
+        buffer, factor = self.buffers[index], self._factors[index]
+        # Whole rows: on a CPU several times faster than buffer[slots]. torch has no gather of 8-bit floats on every device; bytes can be
+        # gathered everywhere.
+        rows = buffer if buffer.element_size() > 1 else buffer.view(torch.uint8)
+        keys = rows.index_select(0, slots).view(self.dtype).float()
+        return keys if factor == 1 else keys * factor
 
 
 class PagedKV(NamedTuple):

@@ -59,3 +59,19 @@ class PoolKeys(LayerwiseKeys):
         return paged_layer_scores(
             queries, self._pages.keys, self._slots[positions], self.scaling, reduction, query_positions, key_positions
         )
+
+    def mean_keys(self, positions: torch.Tensor) -> torch.Tensor:
+        """One read of K in Triton on a GPU, layer by layer in torch elsewhere."""
+        if not positions.is_cuda:
+            return super().mean_keys(positions)
+        from intentkv.kernels.averages import mean_keys
+
+        return mean_keys(self._pages.keys, self._slots[positions])
+
+    def value_norms(self, positions: torch.Tensor) -> torch.Tensor:
+        """One read of V in Triton on a GPU, layer by layer in torch elsewhere."""
+        if not positions.is_cuda:
+            return super().value_norms(positions)
+        from intentkv.kernels.averages import squared_norms
+
+        return squared_norms(self._pages.values, self._slots[positions])

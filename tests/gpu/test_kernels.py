@@ -65,3 +65,45 @@ def test_scores(key_type: torch.dtype, n_queries: int, reduction: str, causal: b
     keys = [buffer[slots].float() * scale for buffer, scale in zip(buffers, scales, strict=True)]
     want = sum(key_scores(queries[i].float(), keys[i], dim**-0.5, reduction, *positions) for i in range(layers))
     torch.testing.assert_close(got.cpu(), want, rtol=0.01, atol=1e-3 * float(want.mean()))
+
+
+@pytest.mark.parametrize(("kv_heads", "dim"), [(8, 128), (3, 64), (2, 80), (12, 64), (1, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_averages(dtype: torch.dtype, kv_heads: int, dim: int) -> None:
+    """Many programs, a last tile that is not full, slots that are a column of a table. Catches: masked loads of an 8-bit type, padding
+    columns, a layer's factor, sums that differ from run to run."""
+    from intentkv.kernels.averages import mean_keys, squared_norms
+    from intentkv.kernels.paged_keys import PagedKeys
+
+    layers, pool, n = 5, 12000, 9001
+    generator = torch.Generator().manual_seed(0)
+    buffers = [torch.randn(pool, kv_heads, dim, generator=generator).to(dtype) for _ in range(layers)]
+    scales = [0.5, 1.0, 2.0, 0.25, 1.5]
+    slots = torch.randperm(pool - 1, generator=generator)[:n] + 1
+    pages = PagedKeys([b.cuda() for b in buffers], scales)
+    column = torch.stack([slots, -slots], 1).int().cuda()[:, 0]
+    stored = torch.stack([b.float()[slots] * s for b, s in zip(buffers, scales, strict=True)])
+    for run, want in ((mean_keys, stored.mean((0, 2))), (squared_norms, stored.square().sum(-1).mean(-1).T)):
+        got = run(pages, column)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
+        assert torch.equal(got, run(pages, column))
+
+
+def test_averages_do_not_wait() -> None:
+    """Catches: a read of device memory on the host between two launches."""
+    from intentkv.kernels.paged_keys import PagedKeys, PagedKV
+    from intentkv_sglang.keys import PoolKeys
+
+    buffers = [torch.randn(5000, 4, 64, device="cuda") for _ in range(3)]
+    pages = PagedKV(PagedKeys(buffers), PagedKeys(buffers))
+    positions = torch.arange(0, 4000, 3, device="cuda")
+    keys = PoolKeys(pages, torch.arange(1, 4001, device="cuda"), torch.arange(4000), range(3), 0.125)
+    keys.mean_keys(positions), keys.value_norms(positions)  # compiled
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        mean, norms = keys.mean_keys(positions), keys.value_norms(positions)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stored = torch.stack([b[positions + 1] for b in buffers])
+    torch.testing.assert_close(mean, stored.mean((0, 2)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norms, stored.square().sum(-1).mean(-1).T, rtol=1e-4, atol=1e-5)
