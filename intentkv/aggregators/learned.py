@@ -5,6 +5,7 @@ Serving and training go through :class:`HeadFeatures`, so a head sees in trainin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,12 +19,13 @@ from intentkv.queries.actionable import ActionableMeans
 from intentkv.queries.assistant import AssistantTurns
 from intentkv.queries.union import Union
 from intentkv.sessions import SessionState
-from intentkv.spans import Prompt
+from intentkv.spans import Prompt, Span
 from intentkv.templates import Role
 from intentkv.transfer import to_device
 
-_LAST, _PEAK, _DECAYED, _MEAN = "last_turn_energy", "peak_energy", "assistant_energy", "query_memory"
-_LAST_BY_LAYER, _DECAYED_BY_LAYER = "last_turn_energy_by_layer", "assistant_energy_by_layer"
+_MEAN = "query_memory"
+_PAST = "turn_energies"
+"""[m, 3]: energy under the last assistant turn, decayed over turns, the largest of any turn; [m, 3 + 2 L] with the first two by layer."""
 _ROLES: tuple[Role, ...] = ("system", "user", "tool", "assistant", "unknown")
 _NEIGHBOURHOOD = 15
 """Candidates that the ``neighbourhood`` feature averages over."""
@@ -60,17 +62,18 @@ class HeadFeatures:
         energy = turn_energy(captured, keys, self.layered)
         if energy is None:
             return
-        if self.layered:
-            state.memory[_LAST_BY_LAYER] = energy
-            state.memory[_DECAYED_BY_LAYER] = decayed(state.memory.get(_DECAYED_BY_LAYER), energy, self.decay)
-            energy = energy.sum(1)
-        self._energy.fold(state, energy)
-        state.memory[_LAST] = energy
-        peak, past = energy.clone(), state.memory.get(_PEAK)
+        total = energy.sum(1) if self.layered else energy
+        self._energy.fold(state, total)
+        past = state.memory.get(_PAST)
+        memory, peak = total, total.clone()
         if past is not None:
-            n = min(peak.shape[0], past.shape[0])
-            peak[:n] = torch.maximum(peak[:n], past[:n])
-        state.memory[_PEAK] = peak
+            n = min(total.shape[0], past.shape[0])
+            memory = decayed(past[:, 1], total, self.decay)
+            peak[:n] = torch.maximum(peak[:n], past[:n, 2])
+        columns = [torch.stack([total, memory, peak], 1)]
+        if self.layered:
+            columns += [energy, decayed(None if past is None else past[:, 3 + keys.n_layers :], energy, self.decay)]
+        state.memory[_PAST] = torch.cat(columns, 1)
 
     def inputs(
         self,
@@ -86,26 +89,28 @@ class HeadFeatures:
         device = history.device
         observed = [c for c in captured if c.form == "raw"]
         extended = feature_set != "published"
-        by_layer = None
-        window = None
-        if feature_set == "layered":
-            by_layer = window_energy(history, observed, keys, by_layer=True)
+        by_layer = window_energy(history, observed, keys, by_layer=True) if feature_set == "layered" else None
+        if by_layer is not None:
             window = by_layer.sum(1)
         elif extended or rule == "assistant":
             window = window_energy(history, observed, keys)
+        else:
+            window = None
         mass = self._means.score(state, history, (), keys, prompt) if extended or rule == "intentkv" else None
         scores = self._energy.combined(state, history, window) if rule == "assistant" else mass
         assert scores is not None
         candidate_keys = keys.mean_keys(history)
         memory = state.memory.get(_MEAN)
         mean = keys.mean_over_heads(memory) if memory is not None else torch.zeros(candidate_keys.shape[1], device=device)
-        extra = torch.zeros(history.shape[0], 0, device=device)
+        columns: list[torch.Tensor] = []
         if extended and window is not None and mass is not None:
-            extra = self._extended(state, history, scores, window, mass, prompt)
+            width = 3 if by_layer is None else 3 + 2 * keys.n_layers
+            past = remembered(state.memory.get(_PAST, torch.zeros(0, width, device=device)), history)
+            columns += [self._energies(scores, past, window, mass), _places(history, state.scored_length, prompt)]
             if by_layer is not None:
-                by_layer = torch.cat([self._remembered_by_layer(state, history, keys), by_layer], 1)
-                norms = torch.log(keys.value_norms(history) + self.floor)
-                extra = torch.cat([extra, torch.log(by_layer + self.floor / keys.n_layers), norms], 1)
+                columns.append(torch.log(torch.cat([past[:, 3:], by_layer], 1) + self.floor / keys.n_layers))
+                columns.append(torch.log(keys.value_norms(history) + self.floor))
+        extra = torch.cat(columns, 1) if columns else torch.zeros(history.shape[0], 0, device=device)
         return HeadInputs(candidate_keys, mean, self._query_keys(keys, prompt, candidate_keys), scores, extra)
 
     def _query_keys(self, keys: KeyReader, prompt: Prompt, like: torch.Tensor) -> torch.Tensor:
@@ -116,47 +121,32 @@ class HeadFeatures:
         # the newest message is always kept, so all of it is live
         return keys.mean_keys(torch.arange(span.start, span.end, stride, device=like.device))
 
-    def _extended(
-        self, state: SessionState, history: torch.Tensor, rule: torch.Tensor, window: torch.Tensor, mass: torch.Tensor, prompt: Prompt
-    ) -> torch.Tensor:
-        memory = remembered(state.memory.get(_DECAYED), history)
+    def _energies(self, rule: torch.Tensor, past: torch.Tensor, window: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        """[n, 7] logarithms of scores: the first columns of :data:`intentkv.head.EXTENDED`."""
+        last, memory, peak = past[:, :3].unbind(1)
         smooth = torch.nn.functional.avg_pool1d(
             memory[None, None], _NEIGHBOURHOOD, 1, _NEIGHBOURHOOD // 2, count_include_pad=False
         )[0, 0]  # fmt: skip
-        energies = [rule, remembered(state.memory.get(_LAST), history), memory, remembered(state.memory.get(_PEAK), history)]
-        logs = torch.log(torch.stack([*energies, window, mass, smooth], 1).clamp_min(0) + self.floor)
-        return torch.cat([logs, _places(history, state.scored_length, prompt)], 1)
-
-    def _remembered_by_layer(self, state: SessionState, history: torch.Tensor, keys: KeyReader) -> torch.Tensor:
-        """[n, 2 L] energies of the last turn, then the decayed ones."""
-        none = torch.zeros(0, keys.n_layers, device=history.device)
-        names = (_LAST_BY_LAYER, _DECAYED_BY_LAYER)
-        return torch.cat([remembered(state.memory.get(name, none), history) for name in names], 1)
+        return torch.log(torch.stack([rule, last, memory, peak, window, mass, smooth], 1).clamp_min(0) + self.floor)
 
 
 def _places(history: torch.Tensor, scored_length: int, prompt: Prompt) -> torch.Tensor:
-    """[n, 10]: age in tokens and turns, whether an assistant turn has seen it, place in its message, the message's role."""
-    device = history.device
-    # Made on the host, sent over once; a position in front of the first message counts to it.
-    spans = prompt.messages
-    turns_after = [sum(s.role == "assistant" for s in spans[i + 1 :]) for i in range(len(spans))]
-    rows = [[float(s.start), float(len(s)), float(after), float(_ROLES.index(s.role))] for s, after in zip(spans, turns_after, strict=True)]
-    table = torch.tensor(rows or [[0.0, float(prompt.length), 0.0, 4.0]], dtype=torch.float32)
-    table = to_device(table, device)
-    starts = table[:, 0].contiguous()
+    """[n, 10]: age in tokens and turns, whether an assistant turn has seen it, place in its message, the message's length and role."""
+    # What messages have is made on the host and sent over once; a position in front of the first message counts to it.
+    spans = prompt.messages or (Span("unknown", 0, prompt.length),)
+    rows = []
+    turns_after = 0
+    for span in reversed(spans):
+        rows.append(
+            [span.start, max(1, len(span)), math.log1p(turns_after), math.log1p(len(span)), *(span.role == role for role in _ROLES)]
+        )
+        turns_after += span.role == "assistant"
+    table = to_device(torch.tensor(rows[::-1], dtype=torch.float32), history.device)
     place = history.float()
-    row = table[(torch.bucketize(place, starts, right=True) - 1).clamp_min(0)]
-    numbers = torch.stack(
-        [
-            torch.log1p((prompt.length - place).clamp_min(0)),
-            torch.log1p(row[:, 2]),
-            (history < scored_length).float(),
-            (place - row[:, 0]) / row[:, 1].clamp_min(1),
-            torch.log1p(row[:, 1]),
-        ],
-        1,
-    )
-    return torch.cat([numbers, torch.nn.functional.one_hot(row[:, 3].long(), len(_ROLES)).float()], 1)
+    row = table[(torch.bucketize(place, table[:, 0].contiguous(), right=True) - 1).clamp_min(0)]
+    age, seen = torch.log1p(prompt.length - place), history < scored_length
+    offset = (place - row[:, 0]) / row[:, 1]
+    return torch.cat([age[:, None], row[:, 2:3], seen[:, None], offset[:, None], row[:, 3:]], 1)
 
 
 @dataclass(frozen=True)
