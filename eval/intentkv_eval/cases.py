@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from tqdm import tqdm
@@ -24,6 +25,8 @@ class Settings(CutRules):
     dataset_sha256: str
     per_source: int
     tools: bool
+    turn_by_turn: bool = False
+    """Evict at every recorded turn up to the cut; otherwise once, at the cut."""
 
 
 class Case(NamedTuple):
@@ -34,12 +37,18 @@ class Case(NamedTuple):
     cut: int
     scored: list[int]
     """Offsets behind the cut, from 1, of recorded assistant tokens, their template markers included."""
+    turns: tuple[int, ...] = ()
+    """Where an assistant message begins in front of the cut: ends of prompts that are evicted from on the way, ascending."""
 
 
 def find_cut(trajectory: Trajectory, conversation: Conversation, settings: Settings) -> Case | None:
     """The last cut behind a tool or user message that leaves enough assistant text, or None."""
     cut = cuts.find_cut(conversation.spans, settings)
-    return None if cut is None else Case(trajectory, conversation.ids[: cut.end], cut.at, cut.scored)
+    if cut is None:
+        return None
+    turns = [span.start for before, span in pairwise(conversation.spans) if span.role == "assistant" and before.role in ("tool", "user")]
+    on_the_way = tuple(start for start in turns if start < cut.at) if settings.turn_by_turn else ()
+    return Case(trajectory, conversation.ids[: cut.end], cut.at, cut.scored, on_the_way)
 
 
 async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], settings: Settings, template: str | None) -> list[Case]:

@@ -1,8 +1,9 @@
 """What eviction costs in prediction, measured through the server on recorded agents: ``python -m intentkv_eval.fidelity``.
 
-Each trajectory is cut once, behind a tool or user message. For each method and ratio the server prefills the history, evicts, and then
-reads the recorded continuation teacher-forced on what is left. Against the same with nothing evicted this gives the change of the
-negative log-likelihood of the recorded assistant tokens and how often the most likely token stays the same.
+Each trajectory is cut once, behind a tool or user message. For each method and ratio the server prefills the history, evicts (once, or at
+every recorded turn on the way), and then reads the recorded continuation teacher-forced on what is left. Against the same with nothing
+evicted this gives the change of the negative log-likelihood of the recorded assistant tokens and how often the most likely token stays the
+same.
 """
 
 from __future__ import annotations
@@ -130,7 +131,12 @@ async def measure(client: ServerClient, case: Case, arm: Arm, namespace: str) ->
     )
     key = f"{namespace}/{case.trajectory.id}/{arm.method}/{arm.ratio}"
     try:
-        await client.generate(generate_body(case.ids[: case.cut], 1, arm.options(), extra_key=key))
+        before = 0
+        for end in (*case.turns, case.cut):
+            meta = (await client.generate(generate_body(case.ids[:end], 1, arm.options(), extra_key=key)))["meta_info"]
+            if meta["cached_tokens"] != before:
+                raise RequestFailed(f"{meta['cached_tokens']} of {before} tokens of the turns before were cached")
+            before = end
         read = generate_body(
             case.ids, 1, Arm(FULL, None).options(), extra_key=key, return_logprob=True, logprob_start_len=case.cut, top_logprobs_num=1
         )
@@ -258,6 +264,7 @@ class Choice(NamedTuple):
     per_source: int
     tools: bool
     template: str | None
+    turn_by_turn: bool = False
 
 
 async def run(url: str, dataset: Dataset, out: Path, wanted: Sequence[Arm], choice: Choice, seed: int, timeout_s: float) -> Summary:
@@ -270,7 +277,13 @@ async def run(url: str, dataset: Dataset, out: Path, wanted: Sequence[Arm], choi
         try:
             provenance = await collect(client)
             model = str(provenance.server.get("model_path", "unknown"))
-            settings = Settings(model=model, dataset_sha256=dataset.sha256, per_source=choice.per_source, tools=choice.tools)
+            settings = Settings(
+                model=model,
+                dataset_sha256=dataset.sha256,
+                per_source=choice.per_source,
+                tools=choice.tools,
+                turn_by_turn=choice.turn_by_turn,
+            )
             rows = _continue(out, settings)
             cases = await find_cases(client, dataset.trajectories, settings, choice.template)
         except RequestFailed as error:
@@ -311,6 +324,10 @@ def main(
     ] = None,
     per_source: Annotated[int, typer.Option(min=1, help="Trajectories a source.")] = 2,
     tools: Annotated[bool, typer.Option("--tools/--no-tools", help="List the tools in the system message, which is always kept.")] = False,
+    turn_by_turn: Annotated[
+        bool,
+        typer.Option("--turn-by-turn/--at-once", help="Evict at every recorded turn, as in a session, or once, at the cut."),
+    ] = False,
     template: Annotated[str | None, typer.Option(help="Chat template; default: recognised by the model's tokenizer.")] = None,
     seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds a request may take.")] = 600,
@@ -321,7 +338,7 @@ def main(
     """
     wanted = arms(methods or [m for m in method_names() if not method_info(m).needs_head], ratios or _RATIOS)
     dataset = load_dataset(files)
-    choice = Choice(per_source, tools, template)
+    choice = Choice(per_source, tools, template, turn_by_turn)
     if url is not None and context.args:
         raise ConfigError(f"{' '.join(context.args)} would go to a server to start; leave it out, or leave out --url.")
     with contextlib.ExitStack() as stack:

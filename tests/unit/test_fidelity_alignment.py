@@ -162,6 +162,52 @@ def test_log_probabilities_are_of_the_recorded_assistant_tokens() -> None:
     assert all(row.status == "ok" for row in rows.values())
 
 
+def test_turns_on_the_way() -> None:
+    """Catches a prompt that ends in the middle of a turn, one behind the cut, and turns that are taken without being asked for."""
+    messages = [
+        ("system", 10),
+        ("user", 40),
+        ("assistant", 10),
+        ("tool", 20),
+        ("assistant", 12),
+        ("assistant", 3),
+        ("tool", 5),
+        ("assistant", 18),
+    ]
+    found = case(*messages, settings=SETTINGS.model_copy(update={"turn_by_turn": True}))
+    assert found is not None
+    assert (found.turns, found.cut) == ((50, 80), 100)
+    assert case(*messages).turns == ()  # type: ignore[union-attr]
+
+
+def test_every_turn_is_evicted_from_and_builds_on_the_one_before() -> None:
+    """Catches options that only the last turn gets, and a turn whose prefix was computed again, all of it live."""
+    calls: list[tuple[int, dict[str, Any]]] = []
+    server = StandIn()
+
+    def session(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        n = len(body["input_ids"])
+        if "return_logprob" in body:
+            server.methods.setdefault(body["extra_key"], "snapkv" if "snapkv" in body["extra_key"] else "full")
+            return server(request)
+        calls.append((n, body["sampling_params"]["custom_params"]["intentkv"]))
+        cached = 0 if n == 1 else calls[-2][0] - lost
+        return httpx.Response(200, json={"meta_info": {"prompt_tokens": n, "cached_tokens": cached, "completion_tokens": 1}})
+
+    async def go() -> list[Row]:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(session), base_url="http://fake") as http:
+            return await run_case(ServerClient(http), CASE._replace(turns=(1, 3)), arms(["snapkv"], [0.25]), set(), "run")
+
+    lost = 0
+    assert [row.status for row in asyncio.run(go())] == ["ok", "ok"]
+    options = {"method": "snapkv", "budget_ratio": 0.25, "hysteresis": 0}
+    assert calls == [(n, {"method": "full"}) for n in (1, 3, 4)] + [(n, options) for n in (1, 3, 4)]
+    calls.clear()
+    lost = 1
+    assert [row.status for row in asyncio.run(go())] == ["error: 0 of 1 tokens of the turns before were cached"] * 2
+
+
 def test_arms_do_not_share_prefixes_and_ask_for_what_they_are() -> None:
     """Catches a method that is measured on what another one left in the cache, and an eviction that waits for the hysteresis."""
     server = StandIn()
