@@ -93,6 +93,10 @@ class DecayedEnergy:
         state.memory[_MEMORY] = decayed(state.memory.get(_MEMORY), energy, self.decay)
         state.scored_length = energy.shape[0]
 
+    def memory(self, state: SessionState, history: torch.Tensor) -> torch.Tensor:
+        """The session's memory at ``history`` ([n] int64): [n] float32, 0 where no assistant turn has seen the position."""
+        return remembered(state.memory.get(_MEMORY), history)
+
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
@@ -104,5 +108,5 @@ class DecayedEnergy:
     def combined(self, state: SessionState, history: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
         """Memory where an assistant turn has seen the position, else ``window`` ([n] float32)."""
         unseen = history >= state.scored_length
-        scores = torch.where(unseen, 0.0, remembered(state.memory.get(_MEMORY), history))
+        scores = torch.where(unseen, 0.0, self.memory(state, history))
         return scores if window is None else scores + torch.where(unseen, window, 0.0)

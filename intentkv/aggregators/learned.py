@@ -25,7 +25,8 @@ from intentkv.transfer import to_device
 
 _MEAN = "query_memory"
 _PAST = "turn_energies"
-"""[m, 3]: energy under the last assistant turn, decayed over turns, the largest of any turn; [m, 3 + 2 L] with the first two by layer."""
+"""[m, 2]: energy under the last assistant turn, and the largest of any turn; ``layered`` [m, 2 + 2 L]: then that of the last turn and that
+decayed over turns, layer by layer."""
 _ROLES: tuple[Role, ...] = ("system", "user", "tool", "assistant", "unknown")
 _NEIGHBOURHOOD = 15
 """Candidates that the ``neighbourhood`` feature averages over."""
@@ -64,15 +65,13 @@ class HeadFeatures:
             return
         total = energy.sum(1) if self.layered else energy
         self._energy.fold(state, total)
-        past = state.memory.get(_PAST)
-        memory, peak = total, total.clone()
+        past, peak = state.memory.get(_PAST), total.clone()
         if past is not None:
             n = min(total.shape[0], past.shape[0])
-            memory = decayed(past[:, 1], total, self.decay)
-            peak[:n] = torch.maximum(peak[:n], past[:n, 2])
-        columns = [torch.stack([total, memory, peak], 1)]
+            peak[:n] = torch.maximum(peak[:n], past[:n, 1])
+        columns = [torch.stack([total, peak], 1)]
         if self.layered:
-            columns += [energy, decayed(None if past is None else past[:, 3 + keys.n_layers :], energy, self.decay)]
+            columns += [energy, decayed(None if past is None else past[:, 2 + keys.n_layers :], energy, self.decay)]
         state.memory[_PAST] = torch.cat(columns, 1)
 
     def inputs(
@@ -100,15 +99,17 @@ class HeadFeatures:
         scores = self._energy.combined(state, history, window) if rule == "assistant" else mass
         assert scores is not None
         candidate_keys = keys.mean_keys(history)
-        memory = state.memory.get(_MEAN)
-        mean = keys.mean_over_heads(memory) if memory is not None else torch.zeros(candidate_keys.shape[1], device=device)
+        queries = state.memory.get(_MEAN)
+        mean = keys.mean_over_heads(queries) if queries is not None else torch.zeros(candidate_keys.shape[1], device=device)
         columns: list[torch.Tensor] = []
         if extended and window is not None and mass is not None:
-            width = 3 if by_layer is None else 3 + 2 * keys.n_layers
+            width = 2 if by_layer is None else 2 + 2 * keys.n_layers
             past = remembered(state.memory.get(_PAST, torch.zeros(0, width, device=device)), history)
-            columns += [self._energies(scores, past, window, mass), _places(history, state.scored_length, prompt)]
+            # the rule's own memory: it knows turns that a session's requests gave to the rule alone, too
+            memory = self._energy.memory(state, history)
+            columns += [self._energies(scores, past, memory, window, mass), _places(history, state.scored_length, prompt)]
             if by_layer is not None:
-                columns.append(torch.log(torch.cat([past[:, 3:], by_layer], 1) + self.floor / keys.n_layers))
+                columns.append(torch.log(torch.cat([past[:, 2:], by_layer], 1) + self.floor / keys.n_layers))
                 columns.append(torch.log(keys.value_norms(history) + self.floor))
         extra = torch.cat(columns, 1) if columns else torch.zeros(history.shape[0], 0, device=device)
         return HeadInputs(candidate_keys, mean, self._query_keys(keys, prompt, candidate_keys), scores, extra)
@@ -121,9 +122,11 @@ class HeadFeatures:
         # the newest message is always kept, so all of it is live
         return keys.mean_keys(torch.arange(span.start, span.end, stride, device=like.device))
 
-    def _energies(self, rule: torch.Tensor, past: torch.Tensor, window: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    def _energies(
+        self, rule: torch.Tensor, past: torch.Tensor, memory: torch.Tensor, window: torch.Tensor, mass: torch.Tensor
+    ) -> torch.Tensor:
         """[n, 7] logarithms of scores: the first columns of :data:`intentkv.head.EXTENDED`."""
-        last, memory, peak = past[:, :3].unbind(1)
+        last, peak = past[:, :2].unbind(1)
         smooth = torch.nn.functional.avg_pool1d(
             memory[None, None], _NEIGHBOURHOOD, 1, _NEIGHBOURHOOD // 2, count_include_pad=False
         )[0, 0]  # fmt: skip

@@ -97,8 +97,8 @@ def method_problem(name: str, config: Config) -> str | None:
 def learned_method(rule: RuleName, config: Config) -> Method:
     """``rule`` corrected by the trained head that the configuration names; in mid-decode the rule alone.
 
-    A head is trained for the moment behind a prompt: while an answer is written, the window's and the newest message's queries are gone
-    and its own tokens are among the candidates.
+    A head is trained for the moment behind a prompt: while an answer is written, the window's queries are gone and its own tokens are
+    among the candidates.
 
     Raises:
         ValueError: it names none; :func:`method_problem` says so to users before a method is built.
