@@ -50,30 +50,28 @@ def pieces(whole: Tokens, max_tokens: int, most: int) -> Iterator[Tokens]:
     """A conversation in pieces of at most ``max_tokens`` tokens, ``most`` of them at most, from its start on.
 
     The first is its beginning. Each further one goes on where the last one ended, behind what comes before the first assistant turn (the
-    system prompt and the task): the history of an agent whose middle part is not there. A conversation whose opening alone takes more
-    than half of a piece has one piece only.
+    system prompt and the task): the history of an agent whose middle part is not there. It begins with an assistant turn; a turn that no
+    piece has room for is left out, and so is what follows it up to the next turn. A conversation whose opening alone takes more than half
+    of a piece has one piece only.
     """
     piece = whole.until(max_tokens)
     yield piece
     answers = [number for number, span in enumerate(whole.messages) if span.role == "assistant"]
     opening = whole.messages[answers[0]].start if answers else max_tokens
-    if not piece.messages or 2 * opening > max_tokens:
+    if 2 * opening > max_tokens:
         return
-    place = len(piece.messages)
-    for _ in range(most - 1):
-        skipped = sum(number < place for number in answers)
-        if skipped == len(answers):
-            return
-        place = answers[skipped]
-        gap = whole.messages[place].start - opening
-        fit = [span for span in whole.messages[place:] if span.end - gap <= max_tokens]
-        if not fit:  # a turn longer than a piece is left out
-            place += 1
+    made, behind = 1, len(piece.messages)
+    for skipped, place in enumerate(answers):
+        if place < behind:
             continue
-        spans = (*whole.messages[: answers[0]], *(replace(span, start=span.start - gap, end=span.end - gap) for span in fit))
-        ids = whole.ids[:opening] + whole.ids[opening + gap : fit[-1].end]
-        yield replace(whole, ids=ids, messages=spans, skipped=skipped)
-        place += len(fit)
+        if made == most:
+            return
+        gap = whole.messages[place].start - opening
+        fit = [replace(span, start=span.start - gap, end=span.end - gap) for span in whole.messages[place:] if span.end - gap <= max_tokens]
+        if fit:
+            ids = whole.ids[:opening] + whole.ids[opening + gap : fit[-1].end + gap]
+            yield replace(whole, ids=ids, messages=(*whole.messages[: answers[0]], *fit), skipped=skipped)
+            made, behind = made + 1, place + len(fit)
 
 
 def tokenise(trajectory: Trajectory, model: FrozenModel, tools: bool = False) -> Tokens:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from intentkv.aggregators.learned import HeadFeatures
 from intentkv.config import Config
 from intentkv.head import EXTENDED
 from intentkv.methods import build_method
+from intentkv.spans import Span
 from intentkv.trajectories import load_dataset
 from intentkv_training.examples import candidates, example_settings, head_inputs, session_turns
-from intentkv_training.session import _decoded, pieces, tokenise, turns
+from intentkv_training.session import Tokens, _decoded, pieces, tokenise, turns
 
 pytestmark = pytest.mark.unit
 
@@ -194,12 +198,37 @@ def test_pieces_of_a_long_conversation(agents, frozen):
     assert list(pieces(whole, len(whole.ids), 9)) == [whole]
 
 
-def test_a_turn_longer_than_a_piece_is_left_out(agents, frozen):
-    """Catches: a conversation that ends at its first long message, or a loop that never does."""
-    whole = tokenise(load_dataset([agents]).trajectories[0], frozen)
-    longest = max(len(span) for span in whole.messages if span.role == "assistant")
-    opening = next(span.start for span in whole.messages if span.role == "assistant")
-    parts = list(pieces(whole, opening + max(longest - 1, opening), 20))
-    counts = sum(span.role == "assistant" for part in parts for span in part.messages)
-    assert 0 < counts < sum(span.role == "assistant" for span in whole.messages) + 1
-    assert parts[-1].skipped > 0
+MESSAGES = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant", "assistant"]), st.integers(1, 9)), min_size=1, max_size=25)
+
+
+@settings(max_examples=300)
+@given(MESSAGES, st.integers(4, 30), st.integers(1, 6))
+def test_pieces_of_any_conversation(messages, limit, most):
+    """Ids count up, so each tells its place. Catches: a turn lost, twice or out of order where some are longer than a piece, come in a row,
+    or begin the conversation; too many pieces, or fewer because of turns that are left out; a loop that never ends."""
+    ends = list(accumulate(size for _, size in messages))
+    spans = tuple(Span(role, end - size, end) for (role, size), end in zip(messages, ends, strict=True))
+    whole = Tokens(list(range(ends[-1] if ends else 0)), spans, [], [])
+    answers = [span for span in spans if span.role == "assistant"]
+    opening = answers[0].start if answers else None
+    first, *others = pieces(whole, limit, most)
+    assert first == whole.until(limit)
+    assert len(others) < most
+    found = [span for span in first.messages if span.role == "assistant"]
+    for part in others:
+        assert opening is not None
+        assert len(part.ids) == part.messages[-1].end <= limit
+        start = part.ids[opening]
+        assert part.ids == [*range(opening), *range(start, start + len(part.ids) - opening)]
+        told = [Span(span.role, part.ids[span.start], part.ids[span.end - 1] + 1) for span in part.messages]
+        assert [span for span in spans if span.end <= opening or start <= span.start <= part.ids[-1]] == told
+        said = [span for span in told if span.role == "assistant"]
+        assert said[0].start == start
+        assert answers.index(said[0]) == part.skipped
+        found += said
+    assert found == sorted(set(found), key=lambda span: span.start)
+    if opening is not None and 2 * opening <= limit:
+        left = [span for span in answers if span not in found and len(span) <= limit - opening]
+        assert not left or (len(others) == most - 1 and all(span.start < left[0].start for span in found))
+    else:
+        assert not others
