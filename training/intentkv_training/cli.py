@@ -119,7 +119,7 @@ def examples(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the split.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="At most this many conversations.")] = None,
-    shard_mb: Annotated[int, typer.Option(min=1, help="Size of a shard; memory stays near it.")] = 64,
+    shard_mb: Annotated[int, typer.Option(min=1, help="A shard is closed behind the conversation that fills it.")] = 64,
     device: _Device = _AUTO,
     dtype: _Dtype = "float32",
 ) -> None:

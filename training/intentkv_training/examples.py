@@ -40,7 +40,8 @@ STATE_FILE = "state.json"
 class ExampleSettings(BaseModel):
     """What examples of one folder have in common; a folder is continued only under equal settings."""
 
-    model_config = ConfigDict(frozen=True)
+    # Those of an earlier version, which had others, are refused: their examples have other features.
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     shape: ModelShape
@@ -205,7 +206,7 @@ class ExampleStore:
         """Make the folder, or continue it.
 
         Raises:
-            ConfigError: it holds examples of other settings.
+            ConfigError: it holds examples of other settings or of another version.
         """
         file = self._folder / SETTINGS_FILE
         if not file.exists():
@@ -218,13 +219,15 @@ class ExampleStore:
 
     def settings(self) -> ExampleSettings:
         """Raises:
-        ConfigError: the folder holds no examples.
+        ConfigError: the folder holds no examples, or those of another version.
         """
         file = self._folder / SETTINGS_FILE
         try:
             return ExampleSettings.model_validate_json(file.read_bytes())
         except (OSError, ValidationError) as error:
-            raise ConfigError(f"{str(self._folder)!r} holds no examples; make them with 'intentkv train examples'.") from error
+            raise ConfigError(
+                f"{str(self._folder)!r} holds no examples of this version; make them with 'intentkv train examples' in a new folder."
+            ) from error
 
     def append(self, rows: Sequence[dict[str, Any]], state: _State) -> _State:
         """Write a shard, then the progress that includes it: an interrupted run leaves nothing half done."""
@@ -268,7 +271,8 @@ def build_examples(
     """Turn logs into examples, continuing an interrupted run.
 
     Args:
-        shard_bytes: a shard is closed at about this size.
+        shard_bytes: a shard is closed behind the trajectory that fills it. Until then its rows are in memory: at most this, and the rows of
+            one trajectory (``pieces * per_piece`` of some MB each).
         limit: at most this many trajectories.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -12,9 +13,9 @@ from intentkv.config import ConfigError
 from intentkv.trajectories import load_dataset
 from intentkv_training import examples as room
 from intentkv_training.examples import Example, ExampleStore, build_examples, example_settings, make_example, session_turns, split_of
-from intentkv_training.session import tokenise
+from intentkv_training.session import pieces, tokenise
 
-from .conftest import OPTIONS
+from .conftest import OPTIONS, write_agents
 
 pytestmark = pytest.mark.unit
 
@@ -79,6 +80,40 @@ def test_published_label_finds_the_ticket(frozen, agents, example_folder):
     assert found[4] == "", "no call is left"
 
 
+def test_examples_of_a_conversation_in_pieces(frozen, tmp_path):
+    """Ten calls in pieces of a few. Catches: turns numbered by their place in the piece, labels from the calls of the first pieces."""
+    agents = write_agents(tmp_path / "long.jsonl", 3, turns=10)
+    options = OPTIONS | {"max_tokens": 600, "per_piece": 8, "validation": 0.0, "test": 0.0}
+    settings = example_settings(frozen, [agents], **options)
+    counts = build_examples([agents], tmp_path / "out", frozen, settings)
+    trajectory = load_dataset([agents]).trajectories[0]
+    whole = tokenise(trajectory, frozen)
+    rows = {row["turn"]: row for row in ExampleStore(tmp_path / "out").load("train") if row["id"] == trajectory.id}
+    parts = list(pieces(whole, 600, settings.pieces))
+    assert len(parts) > 2
+    assert counts["pieces"] >= 3 * len(parts) - 3
+    told = 0
+    for part in parts:
+        said = [span for span in part.messages if span.role == "assistant"]
+        for number, answer in enumerate(said):
+            turn = part.skipped + number
+            prompt = frozen.parser.parse(part.ids[: answer.start + len(part.generation_prompt)], 0)
+            history = room.candidates(prompt)
+            if turn not in rows:
+                assert len(history) < OPTIONS["min_history"]
+                continue
+            row = rows.pop(turn)
+            assert row["n"] == len(history)
+            label = Example.from_bytes(row["tensors"], settings.floor).labels["published"]
+            marked = frozen.tokenizer.decode([part.ids[p] for p in history[label > 0].tolist()]).replace(" ", "")
+            # the call of turn t names what the result of turn t - 2 said; what is called is in the log, whole
+            said_before = number >= 2 and 1 < turn < 10
+            assert set(re.findall(r"ticket0x(\d+)", marked)) == ({str(turn - 1)} if said_before else set()), f"turn {turn}"
+            told += said_before
+    assert not rows, "a turn twice or of no piece"
+    assert told > 3
+
+
 def interrupted(files, out, frozen, settings, after, monkeypatch):
     """Stop while trajectory ``after`` is being read, as a kill would."""
     real, seen = room._rows, []
@@ -112,6 +147,16 @@ def test_other_settings_are_refused(frozen, agents, example_folder):
     other = example_settings(frozen, [agents], **(OPTIONS | {"horizon_turns": 3}))
     with pytest.raises(ConfigError, match="other settings"):
         build_examples([agents], example_folder, frozen, other)
+
+
+def test_an_earlier_version_is_refused(frozen, agents, example_folder, tmp_path):
+    """Its settings have other names. Catches: examples with other features, continued or trained on under this version's defaults."""
+    settings = json.loads((example_folder / room.SETTINGS_FILE).read_text())
+    del settings["pieces"]
+    settings["per_trajectory"] = settings.pop("per_piece")
+    (tmp_path / room.SETTINGS_FILE).write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="of this version"):
+        build_examples([agents], tmp_path, frozen, ExampleStore(example_folder).settings())
 
 
 def test_what_is_left_out_is_counted(frozen, agents, tmp_path):
