@@ -77,7 +77,7 @@ class AllHeads:
     Sums over heads are sums over ranks. A mean over heads is the mean of the ranks' means, since all have equally many; KV heads that
     SGLang gives to several ranks, when there are more ranks than heads, then weigh the same, too.
     The largest answers for n = 32,768 tokens of a model with 36 layers and D = 128: [L, n] 4.7 MB, mean keys [n, D] 16.8 MB; all those of
-    one turn and one eviction with a head and its layered features are 36 MB a rank.
+    one turn and one eviction with a head and its layered features are 31 MB a rank.
     """
 
     own: KeyReader
