@@ -45,11 +45,14 @@ class RankGroup:
 
         Waits for the device and for the other ranks.
         """
-        # A copy on the host in any case: gloo adds in place, and only what is contiguous.
+        return to_device(self._sum_on_host(values), values.device)
+
+    def _sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
+        # A copy in any case: gloo adds in place, and only what is contiguous.
         total = torch.empty(values.shape, dtype=torch.float32, pin_memory=values.is_cuda)
         total.copy_(values)
         dist.all_reduce(total, group=self.cpu_group)
-        return to_device(total, values.device)
+        return total
 
     def agree(self, select: Callable[[torch.Tensor], torch.Tensor], scores: torch.Tensor, whole: bool = False) -> torch.Tensor:
         """Sum ``scores`` ([n] float32, this rank's heads) over ranks on the CPU, let rank 0 ``select`` from the sum, share its answer.
@@ -62,9 +65,7 @@ class RankGroup:
         """
         if self.size == 1:
             return select(scores)
-        total = scores.detach().cpu()
-        if not whole:
-            dist.all_reduce(total, group=self.cpu_group)
+        total = scores.cpu() if whole else self._sum_on_host(scores)
         mask = select(total) if self.rank == 0 else torch.empty(total.shape[0], dtype=torch.bool)
         dist.broadcast(mask, dist.get_global_rank(self.cpu_group, 0), group=self.cpu_group)
         return mask

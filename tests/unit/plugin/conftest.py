@@ -5,11 +5,14 @@ The model's queries, keys and values are tables over (layer, token, position): a
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -50,6 +53,22 @@ CONTEXT = 512
 # Ids that differ from their index: a mix-up of the two shows.
 LAYERS = range(1, 3)
 Q_HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Callable[[str, os.PathLike[str]], list[Any]]:
+    """Runs a script as ``SCRIPT RANK FOLDER`` for ranks 0 and 1 at once and returns the JSON that each prints last."""
+
+    def run(script: str, folder: os.PathLike[str]) -> list[Any]:
+        started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)], stdout=subprocess.PIPE, text=True) for rank in (0, 1)]
+        try:
+            return [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in started]
+        finally:
+            # One that has lost the other would wait for it for ever.
+            for process in started:
+                process.kill()
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,10 +6,11 @@ Run as a script, this file is one rank.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -157,10 +158,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, list[dict[str, list[list[float]]]]]]:
+def ranks(two_processes: Callable[[str, Path], list[Any]], folder: Path) -> list[dict[str, list[dict[str, list[list[float]]]]]]:
     """What each of two processes found."""
-    started = [subprocess.Popen([sys.executable, __file__, str(r), str(folder)], stdout=subprocess.PIPE, text=True) for r in range(RANKS)]
-    return [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in started]
+    return two_processes(__file__, folder)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 1])

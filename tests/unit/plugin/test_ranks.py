@@ -6,7 +6,6 @@ Run as a script, this file is one rank.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -44,7 +43,9 @@ def one_rank(rank: int, meeting_point: str) -> None:
         return top_positions(total if rank == 0 else -total, count)
 
     for *scores, kept in CASES:
-        mask = group.agree(partial(select, count=kept), torch.tensor(scores[rank], dtype=torch.float32))
+        own = torch.tensor(scores[rank], dtype=torch.float32)
+        mask = group.agree(partial(select, count=kept), own)
+        assert own.tolist() == scores[rank], "a rank's own scores were written to"
         assert mask.dtype == torch.bool
         masks.append(mask.tolist())
     ones = torch.ones(2)
@@ -55,12 +56,8 @@ def one_rank(rank: int, meeting_point: str) -> None:
     print(json.dumps({"masks": masks, "called": called, "shared": shared, "summed": summed}))
 
 
-def test_two_ranks_agree(tmp_path):
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    first, second = (json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks)
+def test_two_ranks_agree(two_processes, tmp_path):
+    first, second = two_processes(__file__, tmp_path / "store")
     expected = []
     for one, two, kept in CASES:
         order = sorted(range(len(one)), key=lambda i: (one[i] + two[i], i))
