@@ -134,6 +134,8 @@ async def measure(client: ServerClient, case: Case, arm: Arm, namespace: str) ->
         before = 0
         for end in (*case.turns, case.cut):
             meta = (await client.generate(generate_body(case.ids[:end], 1, arm.options(), extra_key=key)))["meta_info"]
+            if meta["cached_tokens"] == before + 1:
+                raise RequestFailed("a token that the server generated is in the prefix; start it with --disable-overlap-schedule")
             if meta["cached_tokens"] != before:
                 raise RequestFailed(f"{meta['cached_tokens']} of {before} tokens of the turns before were cached")
             before = end
@@ -343,7 +345,9 @@ def main(
         raise ConfigError(f"{' '.join(context.args)} would go to a server to start; leave it out, or leave out --url.")
     with contextlib.ExitStack() as stack:
         if url is None:
-            arguments = [*(["--model", model] if model else []), *context.args]
+            # With overlap the one token that a request generates is fed back, and its query would count as an assistant turn.
+            forced = ["--disable-overlap-schedule"] if turn_by_turn else []
+            arguments = [*(["--model", model] if model else []), *forced, *context.args]
             try:
                 url = stack.enter_context(running_server(arguments, out / "server.log")).url
             except ServerError as error:

@@ -206,6 +206,8 @@ def test_every_turn_is_evicted_from_and_builds_on_the_one_before() -> None:
     calls.clear()
     lost = 1
     assert [row.status for row in asyncio.run(go())] == ["error: 0 of 1 tokens of the turns before were cached"] * 2
+    lost = -1
+    assert all("--disable-overlap-schedule" in row.status for row in asyncio.run(go()))
 
 
 def test_arms_do_not_share_prefixes_and_ask_for_what_they_are() -> None:
