@@ -273,7 +273,7 @@ def build_examples(
     Args:
         shard_bytes: a shard is closed behind the trajectory that fills it. Until then its rows are in memory: at most this, and the rows of
             one trajectory (``pieces * per_piece`` of some MB each).
-        limit: at most this many trajectories.
+        limit: at most this many trajectories; a later call with more of them goes on.
 
     Returns:
         What was made and what was left out, by reason.
@@ -289,27 +289,28 @@ def build_examples(
     rows: list[dict[str, Any]] = []
     size = 0
     progress = tqdm(desc="examples", unit="trajectory", initial=0)
-    number = 0
+    number, limited = 0, False
     for item in read_trajectories(files):
         if isinstance(item, Broken):
             if number >= state.trajectories:
                 counts["broken lines"] += 1
                 tqdm.write(str(item))
             continue
-        if limit is not None and number >= limit:
-            break
         number += 1
         progress.update()
-        if number <= state.trajectories:
-            continue
-        for row in _rows(item, model, settings, counts):
-            rows.append(row)
-            size += len(row["tensors"])
+        if number > state.trajectories:
+            for row in _rows(item, model, settings, counts):
+                rows.append(row)
+                size += len(row["tensors"])
         if size >= shard_bytes:
             state = store.append(rows, state.model_copy(update={"trajectories": number, "counts": dict(counts)}))
             rows, size = [], 0
+        limited = number == limit
+        if limited:
+            break
     progress.close()
-    store.append(rows, state.model_copy(update={"trajectories": number, "counts": dict(counts), "complete": True}))
+    made = max(number, state.trajectories)
+    store.append(rows, state.model_copy(update={"trajectories": made, "counts": dict(counts), "complete": not limited}))
     return counts
 
 

@@ -143,6 +143,14 @@ def test_an_interrupted_build_goes_on(frozen, agents, example_folder, tmp_path, 
     assert build_examples([agents], out, frozen, settings) == counts, "a finished folder is left alone"
 
 
+def test_a_limited_build_goes_on(frozen, agents, example_folder, tmp_path):
+    """Catches: a trial run of a few conversations that ends the folder, and a smaller limit that makes rows twice."""
+    settings, out = ExampleStore(example_folder).settings(), tmp_path / "examples"
+    for limit, expected in ((3, 3), (7, 7), (2, 7), (None, 12)):
+        assert build_examples([agents], out, frozen, settings, 60_000, limit)["trajectories"] == expected
+    assert sorted(row["id"] for row in table(out)) == sorted(row["id"] for row in table(example_folder))
+
+
 def test_other_settings_are_refused(frozen, agents, example_folder):
     other = example_settings(frozen, [agents], **(OPTIONS | {"horizon_turns": 3}))
     with pytest.raises(ConfigError, match="other settings"):
