@@ -10,8 +10,6 @@ import asyncio
 import itertools
 import json
 import os
-import signal
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -193,8 +191,6 @@ def main(
     Exit status 1 when a turn failed or a server did not start.
     """
     load_config(None, method=method, budget=budget)  # a bad value is found here and not after the first server
-    # A plain `kill` shall stop the server, too: it ends like Ctrl-C, through the context managers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     session = research_session(seed)
     arms = [
         Arm("stock", ["--stock"]),

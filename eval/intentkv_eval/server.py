@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -40,6 +41,8 @@ class Server:
 def running_server(arguments: list[str], log: Path, timeout_s: float = 600) -> Iterator[Server]:
     """``intentkv serve`` with ``arguments`` on a free local port, healthy on entry and gone on exit, whatever happens between.
 
+    A plain ``kill`` of this process ends the server, too.
+
     Args:
         arguments: flags of ``intentkv serve``; host and port are added.
         log: file that receives the server's output; overwritten.
@@ -51,17 +54,31 @@ def running_server(arguments: list[str], log: Path, timeout_s: float = 600) -> I
     port = _free_port()
     command = [sys.executable, "-m", "intentkv", "serve", *arguments, "--host", _HOST, "--port", str(port)]
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        # its own session: the server's workers share one process group, and Ctrl-C reaches us first
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
-        )
-    server = Server(f"http://{_HOST}:{port}", process.pid, log)
+    with _sigterm_unwinds():
+        with log.open("wb") as output:
+            # its own session: the server's workers share one process group, and Ctrl-C reaches us first
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=_environment(), start_new_session=True
+            )
+        server = Server(f"http://{_HOST}:{port}", process.pid, log)
+        try:
+            _wait_until_healthy(process, server, timeout_s)
+            yield server
+        finally:
+            _end_process_group(process)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Inside, SIGTERM ends the process as Ctrl-C does, through its context managers. Signals are the main thread's: elsewhere nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        _wait_until_healthy(process, server, timeout_s)
-        yield server
+        yield
     finally:
-        _end_process_group(process)
+        signal.signal(signal.SIGTERM, before)
 
 
 def _free_port() -> int:

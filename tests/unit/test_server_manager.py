@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -97,6 +98,24 @@ def test_server_is_gone_after_a_failure_inside(log: Path, error: type[BaseExcept
     with pytest.raises(error):
         experiment()
     assert_nothing_is_left(log, servers[0].pid)
+
+
+def test_server_is_gone_after_a_kill_of_the_experiment(log: Path) -> None:
+    """Catches a server that outlives a benchmark ended by ``kill`` or by a job's time limit, and a handler that stays behind."""
+    before = signal.getsignal(signal.SIGTERM)
+    servers: list[Server] = []
+
+    def experiment() -> None:
+        with running_server(["good"], log, timeout_s=60) as server:
+            servers.append(server)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    with pytest.raises(SystemExit) as ended:
+        experiment()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert_nothing_is_left(log, servers[0].pid)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_interrupt_while_waiting_ends_the_server(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
