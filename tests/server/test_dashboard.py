@@ -49,6 +49,11 @@ def test_page_draws_the_status_and_refreshes(served: Client, new_chat: Callable[
         assert page.locator("#error").inner_text() == ""
         for chart in ("pool", "hits", "evictions", "sessions"):
             assert page.locator(f"#{chart} .main-svg").count() >= 1, chart
+        axes = page.evaluate(
+            "['pool', 'hits', 'evictions'].map((id) => document.getElementById(id).layout.xaxis.range.map((end) => Number(new Date(end))))"
+        )
+        assert axes[0] == axes[1] == axes[2], "pictures without anything to show have a time of their own"
+        assert axes[0][1] - axes[0][0] >= 60_000, "ticks are fractions of a second"
         newest = page.evaluate("Object.fromEntries(document.getElementById('pool').data.map((t) => [t.name, t.y.at(-1)]))")
         assert newest["dead (pruned, no slot)"] == status["pool"]["dead"]
         assert newest["evictable (live, cached)"] == status["pool"]["evictable"]
