@@ -81,7 +81,7 @@ def _layout(height: int = 360, **fields: Any) -> Layout:
 
 
 def _axis(title: str, **fields: Any) -> Layout:
-    return {"title": {"text": title, "standoff": 10}, "automargin": True, **fields}
+    return {"title": {"text": title, "standoff": 10}, "automargin": True, "ticklabelstandoff": 5, **fields}
 
 
 _TURN_AXIS = _axis("turn of the trajectory", rangemode="tozero", tickformat="d")
@@ -429,7 +429,7 @@ def pool(arm: Arm, number: int) -> tuple[Chart, list[Trace]]:
         area = {"stackgroup": "pool", "fillcolor": color, "line": {"width": 0.5, "color": color, "shape": "hv"}}
         traces.append({"type": "scatter", "mode": "lines", "name": name, "x": times, "y": values, **area})
     dead = [sample.pool.dead for sample in samples]
-    dashed = {"color": "#b91c1c", "dash": "dash", "width": 2}
+    dashed = {"color": "#b91c1c", "dash": "dash", "width": 2, "shape": "hv"}
     traces.append({"type": "scatter", "mode": "lines", "name": "dead (pruned, no slot)", "x": times, "y": dead, "line": dashed})
     chart = Chart(
         f"pool{number}",
