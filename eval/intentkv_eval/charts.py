@@ -75,6 +75,7 @@ def _layout(height: int = 360, **fields: Any) -> Layout:
         "height": height,
         "margin": {"l": 70, "r": 20, "t": 10, "b": 50},
         "hovermode": "x unified",
+        "hoverlabel": {"namelength": -1},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         **fields,
     }
