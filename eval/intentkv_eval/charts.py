@@ -75,13 +75,14 @@ def _layout(height: int = 360, **fields: Any) -> Layout:
         "height": height,
         "margin": {"l": 70, "r": 20, "t": 10, "b": 50},
         "hovermode": "x unified",
+        "hoverlabel": {"namelength": -1},
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
         **fields,
     }
 
 
 def _axis(title: str, **fields: Any) -> Layout:
-    return {"title": {"text": title, "standoff": 10}, "automargin": True, **fields}
+    return {"title": {"text": title, "standoff": 10}, "automargin": True, "ticklabelstandoff": 5, **fields}
 
 
 _TURN_AXIS = _axis("turn of the trajectory", rangemode="tozero", tickformat="d")
@@ -429,7 +430,7 @@ def pool(arm: Arm, number: int) -> tuple[Chart, list[Trace]]:
         area = {"stackgroup": "pool", "fillcolor": color, "line": {"width": 0.5, "color": color, "shape": "hv"}}
         traces.append({"type": "scatter", "mode": "lines", "name": name, "x": times, "y": values, **area})
     dead = [sample.pool.dead for sample in samples]
-    dashed = {"color": "#b91c1c", "dash": "dash", "width": 2}
+    dashed = {"color": "#b91c1c", "dash": "dash", "width": 2, "shape": "hv"}
     traces.append({"type": "scatter", "mode": "lines", "name": "dead (pruned, no slot)", "x": times, "y": dead, "line": dashed})
     chart = Chart(
         f"pool{number}",

@@ -201,7 +201,9 @@ def _view(view: View, arms: Sequence[Arm], base: Run) -> dict[str, Any]:
         }
         for measure in MEASURES
     ]
-    cards = {arm.name: _card(found, arm, base) for arm in with_turns if arm.run is not base}
+    # only of arms that did some of the same work: two totals of different work say nothing about saving
+    shared = [arm for arm in with_turns if arm.run is not base and any(found.ratios[arm.name].values())]
+    cards = {arm.name: _card(found, arm, base) for arm in shared}
     return {"charts": drawn, "rows": rows, "cards": cards}
 
 

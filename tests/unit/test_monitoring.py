@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -109,10 +110,54 @@ def test_panels_are_laid_out_and_named() -> None:
     assert len({panel["id"] for panel in panels()}) == len(panels())
 
 
-def test_compose_mounts_what_is_there() -> None:
-    """Catches a volume of a folder that was moved, which Docker makes anew and empty."""
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    mounts = [volume.split(":")[0] for service in services.values() for volume in service["volumes"] if volume.startswith("./")]
-    assert mounts == ["./prometheus", "./grafana"]
-    assert (DEPLOY / "prometheus" / "prometheus.yml").is_file()
-    assert (DEPLOY / "grafana" / "provisioning" / "dashboards").is_dir()
+def service(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"][name]
+    return found
+
+
+def on_host(name: str, path: str) -> Path:
+    """The file or folder of ``deploy/`` that a service sees as ``path``."""
+    for volume in service(name)["volumes"]:
+        source, target = volume.split(":")[:2]
+        if source.startswith("./") and Path(path).is_relative_to(target):
+            return DEPLOY / source / Path(path).relative_to(target)
+    raise AssertionError(f"{name} does not mount {path}")
+
+
+def flag(name: str, flag: str) -> str:
+    (value,) = [argument.partition("=")[2] for argument in service(name)["command"] if argument.partition("=")[0] == flag]
+    return str(value)
+
+
+def provisioned(kind: str) -> dict[str, Any]:
+    """The only entry of Grafana's provisioning files of that kind, found as its container finds them."""
+    folder = on_host("grafana", service("grafana")["environment"]["GF_PATHS_PROVISIONING"]) / kind
+    (file,) = folder.iterdir()
+    (entry,) = yaml.safe_load(file.read_text())["providers" if kind == "dashboards" else kind]
+    return dict(entry)
+
+
+def test_containers_find_their_files() -> None:
+    """Catches a mount or a variable that no longer leads to the files: Docker makes a missing folder anew, Grafana then shows nothing."""
+    config = on_host("prometheus", flag("prometheus", "--config.file"))
+    rules = [config.parent / name for name in yaml.safe_load(config.read_text())["rule_files"]]
+    assert [file.resolve() for file in rules] == [ALERTS.resolve()]
+    variable = provisioned("dashboards")["options"]["path"].removeprefix("$")
+    folder = on_host("grafana", service("grafana")["environment"][variable])
+    assert [file.name for file in folder.iterdir()] == ["intentkv.json"]
+    # without containers the variable is the user's to set
+    assert f'{variable}="$PWD/deploy/grafana/dashboards"' in (DEPLOY.parent / "docs" / "dashboards.md").read_text()
+
+
+def test_grafana_asks_our_prometheus() -> None:
+    """Catches panels bound to the data source of one Grafana, variables that nothing defines, and a Prometheus that listens elsewhere."""
+    source = provisioned("datasources")
+    assert source["url"].partition("//")[2].replace("localhost", "127.0.0.1") == flag("prometheus", "--web.listen-address")
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "intentkv.json").read_text())
+    variables = {variable["name"]: variable for variable in dashboard["templating"]["list"]}
+    assert (variables["datasource"]["type"], variables["datasource"]["query"]) == ("datasource", source["type"])
+    askers = [variables["instance"], *panels(), *(target for panel in panels() for target in panel["targets"])]
+    assert all(asker["datasource"] == {"type": source["type"], "uid": "${datasource}"} for asker in askers)
+    queries = [target["expr"] for panel in panels() for target in panel["targets"]]
+    # every query follows the choice of servers; the other variable is Grafana's own
+    assert {frozenset(re.findall(r"\$(\w+)", query)) - {"__rate_interval"} for query in queries} == {frozenset({"instance"})}

@@ -125,6 +125,15 @@ def test_ratios_are_over_turns_both_finished(tmp_path: Path) -> None:
     assert card["saved"][1] == {"value": "−75 %", "label": "KV reads", "detail": "200 instead of 800"}
 
 
+def test_no_card_without_common_work(tmp_path: Path) -> None:
+    """Catches totals of different work set against each other as if something had been saved."""
+    other = [t.model_copy(update={"trajectory": "z" + t.trajectory}) for t in TURNS]
+    runs = [write_run(tmp_path / name, name, turns) for name, turns in {"stock": TURNS, "a": TURNS, "other": other}.items()]
+    data = report(tmp_path, *runs)
+    assert data["views"]["all"]["cards"].keys() == {"a"}
+    assert cell(data, "turns", "other") == cell(data, "turns", "a")  # what it did is shown all the same
+
+
 def test_baseline_can_be_chosen(tmp_path: Path) -> None:
     """Catches an option that is ignored, or a wrong name that ends in a traceback."""
     runs = [write_run(tmp_path / arm, arm, TURNS) for arm in ("a", "b")]
