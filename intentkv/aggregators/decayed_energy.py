@@ -103,10 +103,10 @@ class DecayedEnergy:
         unseen = history >= state.scored_length
         # On a GPU the window is scored in any case: asking whether somebody needs it would wait for the device.
         window = window_energy(history, captured, keys) if history.is_cuda or bool(unseen.any()) else None
-        return self.combined(state, history, window)
+        return self.combined(state, history, self.memory(state, history), window)
 
-    def combined(self, state: SessionState, history: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
-        """Memory where an assistant turn has seen the position, else ``window`` ([n] float32)."""
+    def combined(self, state: SessionState, history: torch.Tensor, memory: torch.Tensor, window: torch.Tensor | None) -> torch.Tensor:
+        """``memory`` ([n] float32, of :meth:`memory`) where an assistant turn has seen the position, else ``window`` ([n] float32)."""
         unseen = history >= state.scored_length
-        scores = torch.where(unseen, 0.0, self.memory(state, history))
+        scores = torch.where(unseen, 0.0, memory)
         return scores if window is None else scores + torch.where(unseen, window, 0.0)

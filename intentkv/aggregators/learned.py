@@ -96,7 +96,9 @@ class HeadFeatures:
         else:
             window = None
         mass = self._means.score(state, history, (), keys, prompt) if extended or rule == "intentkv" else None
-        scores = self._energy.combined(state, history, window) if rule == "assistant" else mass
+        # the rule's own memory: it knows turns that a session's requests gave to the rule alone, too
+        memory = self._energy.memory(state, history)
+        scores = self._energy.combined(state, history, memory, window) if rule == "assistant" else mass
         assert scores is not None
         candidate_keys = keys.mean_keys(history)
         queries = state.memory.get(_MEAN)
@@ -105,8 +107,6 @@ class HeadFeatures:
         if extended and window is not None and mass is not None:
             width = 2 if by_layer is None else 2 + 2 * keys.n_layers
             past = remembered(state.memory.get(_PAST, torch.zeros(0, width, device=device)), history)
-            # the rule's own memory: it knows turns that a session's requests gave to the rule alone, too
-            memory = self._energy.memory(state, history)
             columns += [self._energies(scores, past, memory, window, mass), _places(history, state.scored_length, prompt)]
             if by_layer is not None:
                 columns.append(torch.log(torch.cat([past[:, 2:], by_layer], 1) + self.floor / keys.n_layers))
@@ -161,16 +161,17 @@ class Learned:
     decay: float
 
     @property
-    def _features(self) -> HeadFeatures:
+    def features(self) -> HeadFeatures:
+        """What the head is told, and the session's memory behind it."""
         return HeadFeatures(self.decay, self.head.config.floor, self.head.config.feature_set == "layered")
 
     def absorb(self, state: SessionState, captured: Captured, keys: KeyReader, prompt: Prompt) -> None:
-        self._features.absorb(state, captured, keys, prompt)
+        self.features.absorb(state, captured, keys, prompt)
 
     def score(
         self, state: SessionState, history: torch.Tensor, captured: Sequence[Captured], keys: KeyReader, prompt: Prompt
     ) -> torch.Tensor:
         if not history.numel():
             return torch.zeros(0, dtype=torch.float32, device=history.device)
-        inputs = self._features.inputs(self.rule, self.head.config.feature_set, state, history, captured, keys, prompt)
+        inputs = self.features.inputs(self.rule, self.head.config.feature_set, state, history, captured, keys, prompt)
         return self.head.to(history.device).scores(inputs)
