@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -53,6 +53,8 @@ logarithms of the squared norms of its values, layer by layer."""
 QUERY_KEYS = 256
 """Key vectors of the current query that the cross-attention reads at most, evenly spaced."""
 _HEADS = 4
+Width = Annotated[int, Field(ge=_HEADS, multiple_of=_HEADS)]
+"""Of a head's cross-attention and hidden layer."""
 _LIMIT = 20.0
 """Residuals are clamped to this many nats where they are exponentiated."""
 
@@ -98,8 +100,8 @@ class HeadConfig(BaseModel):
     """What a score of zero counts as where logarithms are taken."""
     shape: ModelShape
     layer_stride: int = 1
-    width: int = Field(default=128, ge=_HEADS, multiple_of=_HEADS)
-    """Of the cross-attention and the hidden layer."""
+    width: Width = 128
+    """The published one."""
     label: str = ""
     """What the head was trained to predict."""
     data_sha256: str = ""

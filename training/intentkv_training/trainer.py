@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from intentkv.config import ConfigError
-from intentkv.head import EXTENDED, FeatureSet, HeadConfig, HeadInputs, Residual, ResidualHead, RuleName, load_head_config, save_head
+from intentkv.head import EXTENDED, FeatureSet, HeadConfig, HeadInputs, Residual, ResidualHead, RuleName, Width, load_head_config, save_head
 from intentkv_training.card import write_card
 from intentkv_training.examples import Example, ExampleSettings
 from intentkv_training.labels import Label
@@ -37,8 +37,7 @@ class TrainSettings(BaseModel):
     rule: RuleName = "assistant"
     feature_set: FeatureSet = "layered"
     residual: Residual = "log"
-    width: int = Field(default=128, ge=4, multiple_of=4)
-    """Of the head's hidden layers; 128 is the published one."""
+    width: Width = 128
     label: Label = "value_energy"
     weights: LossWeights
     epochs: int = Field(default=20, ge=1)
