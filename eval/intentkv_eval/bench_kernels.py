@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ import typer
 from triton.runtime.errors import OutOfResources
 
 from intentkv.aggregators.decayed_energy import DecayedEnergy
-from intentkv.aggregators.learned import HeadFeatures, Learned, head_queries
+from intentkv.aggregators.learned import Learned, head_queries
 from intentkv.config import load_config
 from intentkv.head import HeadConfig, ModelShape, ResidualHead
 from intentkv.kernels.attention_scores import Tile, Tiles, choose_tiles, paged_key_scores
@@ -204,7 +205,7 @@ class Eviction:
         config = load_config()
         part = tokens // 32
         sizes: dict[Role, int] = {"system": part, "user": tokens - 3 * part, "assistant": part, "tool": part}
-        ends = torch.tensor(list(sizes.values())).cumsum(0).tolist()
+        ends = accumulate(sizes.values())
         spans = tuple(Span(role, end - size, end) for (role, size), end in zip(sizes.items(), ends, strict=True))
         self.prompt = Prompt(tokens, spans, tokens, True)
         self.history = torch.arange(spans[0].end, spans[-1].start, device=device)
@@ -237,8 +238,7 @@ class Eviction:
     def parts(self) -> dict[str, Callable[[], object]]:
         """What a head adds to its rule, each part alone."""
         memory = self.state.memory["query_memory"]
-        features = HeadFeatures(self.learned.decay, self.head.config.floor, layered=True)
-        inputs = features.inputs("assistant", "layered", self.state, self.history, self.captured, self.keys, self.prompt)
+        inputs = self.learned.features.inputs("assistant", "layered", self.state, self.history, self.captured, self.keys, self.prompt)
         return {
             "memory_mass": lambda: self.keys.scores(memory[:, None], self.history, "mass"),
             "mean_keys": lambda: self.keys.mean_keys(self.history),
@@ -252,7 +252,7 @@ def measure_learned(model: Model, tokens: int, pages: PagedKV) -> dict[str, Any]
     event = Eviction(model, tokens, pages)
     rule, learned = median_ms(event.score_rule), median_ms(event.score_learned)
     return {
-        "case": f"learned-score-bf16-{tokens}",
+        "case": learned_name(tokens),
         "tokens": tokens,
         "candidates": len(event.history),
         "ms": learned,
@@ -260,6 +260,24 @@ def measure_learned(model: Model, tokens: int, pages: PagedKV) -> dict[str, Any]
         "over_rule": learned / rule,
         "part_ms": {name: median_ms(run) for name, run in event.parts().items()},
     }
+
+
+def measured(model: Model, keys: dict[str, PagedKeys], top: dict[str, float], only: str) -> Iterator[dict[str, Any]]:
+    """Rows of the cases whose name contains ``only``, one by one."""
+    for case in CASES:
+        if only in case.name:
+            yield measure(model, case, keys[case.keys], top)
+    for average in AVERAGES:
+        if only in average.name:
+            yield measure_average(average, keys[average.keys], top)
+    if learned := [tokens for tokens in LEARNED if only in learned_name(tokens)]:
+        pages = PagedKV(keys["bf16"], make_keys(model, "bf16"))  # gigabytes of values, for these cases alone
+        for tokens in learned:
+            yield measure_learned(model, tokens, pages)
+
+
+def learned_name(tokens: int) -> str:
+    return f"learned-score-bf16-{tokens}"
 
 
 def _first_tiles(pairs: int, rows: int, once: bool) -> list[Tile]:
@@ -365,26 +383,18 @@ def main(
     model = Model(layers, query_heads, kv_heads, dim)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "model": asdict(model)}
     keys = {"bf16": make_keys(model, "bf16"), "fp8": make_keys(model, "fp8")}
-    cases = [case for case in (TUNED if tune_tiles else CASES) if only in case.name]
-    rows = []
+    found: Iterator[dict[str, Any]]
     if tune_tiles:
         deadline = time.monotonic() + tune_seconds
-        for case in cases:
-            rows.append(tune(model, case, keys[case.keys], deadline))
-            print(json.dumps(rows[-1]), flush=True)
+        found = (tune(model, case, keys[case.keys], deadline) for case in TUNED if only in case.name)
     else:
         result["ceilings"] = ceilings()
         print(json.dumps(result["ceilings"]), flush=True)
-        for case in cases:
-            rows.append(measure(model, case, keys[case.keys], result["ceilings"]))
-            print(json.dumps(rows[-1]), flush=True)
-        for average in (average for average in AVERAGES if only in average.name):
-            rows.append(measure_average(average, keys[average.keys], result["ceilings"]))
-            print(json.dumps(rows[-1]), flush=True)
-        values = make_keys(model, "bf16")
-        for tokens in (tokens for tokens in LEARNED if only in f"learned-score-bf16-{tokens}"):
-            rows.append(measure_learned(model, tokens, PagedKV(keys["bf16"], values)))
-            print(json.dumps(rows[-1]), flush=True)
+        found = measured(model, keys, result["ceilings"], only)
+    rows = []
+    for row in found:
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     out.write_text(json.dumps(result | {"rows": rows}, indent=1))
 
 

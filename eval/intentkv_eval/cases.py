@@ -43,12 +43,14 @@ class Case(NamedTuple):
 
 def find_cut(trajectory: Trajectory, conversation: Conversation, settings: Settings) -> Case | None:
     """The last cut behind a tool or user message that leaves enough assistant text, or None."""
-    cut = cuts.find_cut(conversation.spans, settings)
+    spans = conversation.spans
+    cut = cuts.find_cut(spans, settings)
     if cut is None:
         return None
-    turns = [span.start for before, span in pairwise(conversation.spans) if span.role == "assistant" and before.role in ("tool", "user")]
-    on_the_way = tuple(start for start in turns if start < cut.at) if settings.turn_by_turn else ()
-    return Case(trajectory, conversation.ids[: cut.end], cut.at, cut.scored, on_the_way)
+    turns: list[int] = []
+    if settings.turn_by_turn:
+        turns = [span.start for before, span in pairwise(spans) if span.role == "assistant" and before.role in ("tool", "user")]
+    return Case(trajectory, conversation.ids[: cut.end], cut.at, cut.scored, tuple(start for start in turns if start < cut.at))
 
 
 async def find_cases(client: ServerClient, trajectories: Sequence[Trajectory], settings: Settings, template: str | None) -> list[Case]:
