@@ -31,6 +31,7 @@ def chromium_page(**context: Any) -> Iterator[Any]:
         context: options of playwright's browser context, for example ``offline``.
     """
     executable = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, _NAMES)), None)
+    # A browser is no Python package, so the installation cannot bring it; everything but the pages is tested without one.
     if executable is None:
         pytest.skip(f"no Chromium here ({', '.join(_NAMES)} are not on the PATH); set CHROMIUM to one")
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; run: pip install playwright")

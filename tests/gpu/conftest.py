@@ -27,5 +27,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker(pytest.mark.gpu)
+            # They are collected everywhere, so that a test that no longer imports fails also where none can run.
             if reason is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -72,6 +72,7 @@ def test_every_query_names_a_metric_that_exists(served: Client, new_chat: Callab
 def prometheus(served: Client, tmp_path: Path) -> Iterator[httpx.Client]:
     """A Prometheus with our configuration, but for the server's address and a shorter interval."""
     binary = shutil.which("prometheus")
+    # A program of its own, not a Python package. That every query names a metric that exists is tested without it, above.
     if binary is None:
         pytest.skip("prometheus is not installed")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())

@@ -20,6 +20,7 @@ ALERTS = DEPLOY / "prometheus" / "alerts.yml"
 
 def promtool(*arguments: str | Path) -> str:
     tool = shutil.which("promtool")
+    # A program of its own, not a Python package: the installation cannot bring it.
     if tool is None:
         pytest.skip("promtool is not installed (it comes with Prometheus)")
     done = subprocess.run([tool, *map(str, arguments)], capture_output=True, text=True, timeout=60)
